@@ -84,14 +84,13 @@ def reference(origin: str, name: str) -> str:
 def capture_one(model: str) -> dict[str, float | int | str]:
     """Capture, then plan, and what both took."""
     import meshwright.capture  # what is imported is not counted
-    from meshwright.cli.models import capture_reference
+    from meshwright.cli.model_arguments import capture_reference
     from meshwright.cost import CostModel
     from meshwright.planner import Problem, search_plans
-    from meshwright.spec import Workload
-    from meshwright.spec.cluster import load_cluster
+    from meshwright.spec import Workload, load_cluster
 
     if model.endswith(".json"):
-        import meshwright.zoo.huggingface_classes  # noqa: F401
+        import meshwright.zoo.huggingface  # noqa: F401
     start = time.process_time()
     graph = capture_reference(model, ()).graph
     seconds = time.process_time() - start

@@ -8,8 +8,7 @@ import numpy as np
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.controllers import BoundedDelay
-from meshwright.simulator import bare_costs, simulate_controlled
-from meshwright.simulator.engine import Contention
+from meshwright.simulator import Contention, bare_costs, simulate_controlled
 from meshwright.spec import Backward, OptimizerStep, Send
 
 

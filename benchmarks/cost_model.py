@@ -8,8 +8,7 @@ from harness import make_row, parse_options, publish
 
 from meshwright.cost import CostModel
 from meshwright.cost.kernels import Kernel, shipped_model
-from meshwright.spec import load_cluster
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import load_cluster, load_shipped_graph
 
 SECONDS_PER_MILLION = 1.0
 SECONDS_PER_GRAPH = 0.1

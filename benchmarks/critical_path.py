@@ -14,8 +14,7 @@ from meshwright.simulator.critical_path import find_critical_path
 from meshwright.simulator.network import durations
 from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.unroll import unroll
-from meshwright.spec import Plan, StagePlan, Workload, load_cluster
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import Plan, StagePlan, Workload, load_cluster, load_shipped_graph
 
 STAGES, MICROBATCHES, INSTRUCTIONS = 64, 512, 1_000_000
 SECONDS_PER_PATH = 0.3

@@ -11,12 +11,12 @@ import numpy as np
 from harness import make_row, parse_options, publish
 
 from meshwright.cost.kernels import shipped_model
-from meshwright.cost.kernels.fit import split_parts
-from meshwright.cost.kernels.model import MIN_ROWS
-from meshwright.validation.datasets import load_records
+from meshwright.cost.kernels.kernel_fit import split_parts
+from meshwright.cost.kernels.kernel_model import MIN_ROWS
+from meshwright.validation import load_records
 from meshwright.validation.kernels import kinds
 
-# Most tiles have a multiple of 64 rows (`cost.kernels.tiles`).
+# Most tiles have a multiple of 64 rows (`cost.kernels.demand`).
 _MOST_ALIGNED = 64
 # Less is noise: an agreed figure, the same for measured and predicted rows.
 _FALL = 0.03

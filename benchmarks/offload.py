@@ -31,14 +31,12 @@ from running.predictions import Configuration, make_plan, measure, measured_ops
 from meshwright.cost import CostModel
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.measurement import measure_links
-from meshwright.runtime.offload.drives import DriveFile
-from meshwright.runtime.offload.memory import HostMemory
+from meshwright.runtime.offload import HostedValues, HostSteps
 from meshwright.runtime.offload.pieces import PieceFacts, make_hosted
+from meshwright.runtime.offload.pinned_memory import DriveFile, HostMemory
 from meshwright.runtime.offload.states import StatesOnHost
-from meshwright.runtime.offload.updates import HostedValues, HostSteps
 from meshwright.simulator import simulate_plan
-from meshwright.spec import Cluster, Nvme, Offload, load_cluster, load_shipped_graph, write_document
-from meshwright.spec.cluster import Link
+from meshwright.spec import Cluster, Link, Nvme, Offload, load_cluster, load_shipped_graph, write_document
 from meshwright.spec.precision import numbers_of
 
 CPU = torch.device("cpu")

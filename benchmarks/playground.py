@@ -20,7 +20,7 @@ from harness import make_row, parse_options, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from meshwright.cli.models import graphs_of
+from meshwright.cli.model_arguments import graphs_of
 from meshwright.playground import Controls, OfferedModel, PlaygroundServer, Service, Workbench, to_query
 from tests.browser.chromium import start_chromium
 

@@ -20,15 +20,19 @@ from rewrite_search import search, speed
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from meshwright.rewrite.fuzz import try_rule
-from meshwright.rewrite.generate.basis import follows
-from meshwright.rewrite.generate.candidates import rule_of_candidate, unique_candidates
 from meshwright.rewrite.generate.domain import usual_domain
 from meshwright.rewrite.generate.enumerate import enumerate_terms, hold_elsewhere
-from meshwright.rewrite.generate.generate import ELSEWHERE, prove_candidates
+from meshwright.rewrite.generate.generate import (
+    ELSEWHERE,
+    follows,
+    prove_candidates,
+    rule_of_candidate,
+    unique_candidates,
+)
 from meshwright.rewrite.importing import read_taso, read_unity
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import shipped_rule_book
-from meshwright.rewrite.rulefile import read_rules
+from meshwright.rewrite.rules import read_rules
 from meshwright.rewrite.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,13 +24,11 @@ from rewrite_models import BLOCKS, MODELS, SOURCES, WASTE, whole
 
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel
-from meshwright.rewrite.fx.captured import read_captured
-from meshwright.rewrite.fx.read import ReadGraph
+from meshwright.rewrite.fx import ReadGraph, read_captured
 from meshwright.rewrite.optimize import LIMITS, rewrite_model
-from meshwright.rewrite.search.call_costs import CallCosts
+from meshwright.rewrite.search.call_costs import CallCosts, alternate
+from meshwright.rewrite.search.graph_search import FoundGraph, GraphSpace, Grown
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
-from meshwright.rewrite.search.search import FoundGraph, GraphSpace, Grown
-from meshwright.rewrite.search.timing import alternate
 from meshwright.spec import load_cluster
 from meshwright.zoo import load_model
 

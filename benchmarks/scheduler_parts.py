@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from meshwright.compiled import compiled
-from meshwright.serving.policies.heaps import least_of
 from meshwright.serving.policies.pool import (
     CHOSEN,
     DECISION,
@@ -27,17 +26,20 @@ from meshwright.serving.policies.pool import (
     WIDTH,
     Ints,
 )
-from meshwright.serving.policies.queues import clear, come_up
+from meshwright.serving.policies.queues import clear, come_up, least_of
 from meshwright.serving.policies.sharding import ARRIVE, FREE, GRANT, WAKE
 from meshwright.serving.policies.sharding.mailboxes import WIDTH as ROW_WIDTH
 from meshwright.serving.policies.sharding.mailboxes import cells_of_mailbox, receive
-from meshwright.serving.policies.sharding.rank import allocate_rank, next_of_rank, take_rank_row, wake_rank
-from meshwright.serving.policies.sharding.shard import (
+from meshwright.serving.policies.sharding.policy import (
+    allocate_rank,
     allocate_shard,
+    next_of_rank,
     next_of_shard,
     take_arrival,
     take_grant,
+    take_rank_row,
     tell_candidates,
+    wake_rank,
     wake_shard,
 )
 

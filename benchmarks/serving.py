@@ -41,7 +41,7 @@ from meshwright.serving import (
 )
 from meshwright.serving.policies.deferred import Deferred
 from meshwright.spec import Deployment, Gamma, Latency, Poisson, ServedModel, Straggler
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 
 REGIMES = Path(__file__).parent / "splits" / "serving_regimes.toml"
 # The last one is new whenever our own policy has changed since the one before it was run; none is left out afterwards.

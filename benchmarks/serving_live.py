@@ -40,13 +40,11 @@ from harness import Row, make_row, parse_options, publish
 from sharded_decisions import sharded
 
 from meshwright.serving import bound_scale, find_goodput, load_policy, simulate_deployment
-from meshwright.serving.load import LoadResult, run_load
-from meshwright.serving.load.streams import RequestStream
+from meshwright.serving.load import LoadResult, RequestStream, run_load
 from meshwright.serving.policies.pool import RUN
 from meshwright.serving.server.live import ARRIVE, EVENT_WIDTH, FREE, UP, Live
-from meshwright.spec import Deployment, Latency, Poisson, ServedModel, TensorSpec
-from meshwright.spec.codec import write_document
-from meshwright.spec.quantities import Seconds
+from meshwright.spec import Deployment, Latency, Poisson, ServedModel, TensorSpec, write_document
+from meshwright.spec.units import Seconds
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "deployments"
 PEERS = Path(__file__).parent / "peers"

@@ -43,20 +43,17 @@ from serving_live import PEERS, Process, as_measured, free_port, running, servin
 from torch import nn
 
 from meshwright.serving import find_goodput, load_policy, simulate_deployment
-from meshwright.serving.datatypes import NUMPY_TYPES
+from meshwright.serving.counted import NUMPY_TYPES
 from meshwright.serving.load import LoadResult, ModelSignature, RequestStream, decode_outputs, draw_inputs, read_target
-from meshwright.serving.load.answers import TensorMetadata, read_answer
 from meshwright.serving.load.bodies import RequestBytes, build_requests
-from meshwright.serving.load.job import LoadJob
-from meshwright.serving.load.processes import run_here
-from meshwright.serving.load.result import sum_up
-from meshwright.serving.load.streams import draw_moments
-from meshwright.serving.load.target import find_address
+from meshwright.serving.load.load_run import run_here
+from meshwright.serving.load.responses import TensorMetadata, read_answer
+from meshwright.serving.load.result import LoadJob, sum_up
+from meshwright.serving.load.target import draw_moments, find_address
 from meshwright.spec import Deployment, Latency, Poisson, ServedModel, TensorSpec
-from meshwright.spec.quantities import Seconds
-from meshwright.zoo.bert import BERTShape
+from meshwright.spec.units import Seconds
+from meshwright.zoo import BERTShape, ResNetShape
 from meshwright.zoo.references import seeded
-from meshwright.zoo.resnet import ResNetShape
 
 OURS = "meshwright"
 # Where a peer says that it is there, and how it takes tensors.

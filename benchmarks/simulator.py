@@ -53,20 +53,18 @@ from long_pipeline import measure_apart
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import meshwright.simulator.plan as simulating
+import meshwright.simulator.plan_simulation as simulating
 from meshwright.cost import CostModel
 from meshwright.program import StageTimes, build_folded_program, build_program, find_orders, shard_graph
 from meshwright.program.build import forget_programs
 from meshwright.program.sharding.dims import op_dims
 from meshwright.simulator import estimate_program, simulate_plan, simulate_plans
 from meshwright.simulator.engine import CONTENTIONS, run_network
-from meshwright.simulator.folding import find_fold
 from meshwright.simulator.network import collectives, durations, routes, with_durations
+from meshwright.simulator.pipeline_alike import find_fold
 from meshwright.simulator.simulate import record_run, run_program
 from meshwright.simulator.unroll import unroll
-from meshwright.spec import Sharding, Workload, load_cluster, load_shipped_graph
-from meshwright.spec.exchange import GradientExchange
-from meshwright.spec.plan import Plan, StagePlan
+from meshwright.spec import GradientExchange, Plan, Sharding, StagePlan, Workload, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

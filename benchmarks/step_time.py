@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from harness import parse_options, prediction_row, publish, score_row
 
-from meshwright.cli.models import graphs_of
+from meshwright.cli.model_arguments import graphs_of
 from meshwright.cost import CostModel
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Optimizer, Plan, StagePlan, Workload, load_cluster, write_document

@@ -6,8 +6,7 @@ The graph of every shipped model lies in the package, so nothing is captured and
 """
 
 from meshwright import Limits, Problem, Workload, load_cluster, search_plans
-from meshwright.spec import NoFeasiblePlanError, format_bytes
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import NoFeasiblePlanError, format_bytes, load_shipped_graph
 
 graph = load_shipped_graph("llama3-8b")
 print(f"{graph.name}: {graph.num_parameters() / 1e9:.2f} billion parameters in {len(graph.layers)} layers\n")

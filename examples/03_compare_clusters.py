@@ -9,8 +9,7 @@ from pathlib import Path
 
 from meshwright import Limits, Problem, Workload, load_cluster, search_plans, simulate_plan
 from meshwright.planner import Plans
-from meshwright.spec import Cluster, format_seconds
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import Cluster, format_seconds, load_shipped_graph
 
 graph = load_shipped_graph("gpt2-medium")
 workload = Workload(global_batch=64, precision="mixed")

@@ -11,7 +11,7 @@ from meshwright.cost import CostModel
 from meshwright.planner import compare_schedules, schedule_rows
 from meshwright.program import max_in_flight, picture_schedule
 from meshwright.report import draw_slots, schedules_table
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import load_shipped_graph
 
 console = Console()
 graph = load_shipped_graph("gpt2-small")

@@ -31,19 +31,18 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.ir import MultiOutput
 from torch._inductor.virtualized import V
 
-from meshwright.capture import capture_model
-from meshwright.capture.parts import part
-from meshwright.cost.classes import classify_ops
+from meshwright.capture import capture_model, part
+from meshwright.cost.autocast import Widths
 from meshwright.cost.fusion import fuse_unit
-from meshwright.cost.widths import Widths
-from meshwright.spec.compiled_units import compiled_units
+from meshwright.cost.op_classes import classify_ops
+from meshwright.spec import compiled_units
 from meshwright.spec.precision import numbers_of
 from meshwright.zoo import ModelSource, load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from meshwright.capture.captured import Captured
+    from meshwright.capture import Captured
     from meshwright.spec import Graph
 
 MODELS = ("gpt-tiny", "bert-tiny", "llama-tiny", "resnet50", "mixtral-tiny", "vit")

@@ -15,10 +15,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from meshwright.cost.costs import fit_interval
+from meshwright.cost.op_estimates import ROOFLINE
 from meshwright.cost.optimizers import estimate_copy, estimate_step, optimizer_curves, trainable_elements
-from meshwright.cost.prediction import fit_interval
-from meshwright.cost.table import ROOFLINE
-from meshwright.measurement.optimizers import make_optimizer, measure_optimizers
+from meshwright.measurement import measure_optimizers
+from meshwright.measurement.optimizer_timing import make_optimizer
 from meshwright.spec import Measurements, Optimizer, load_cluster, load_shipped_graph
 from meshwright.spec.measurements import BUCKET_COPY
 

@@ -10,9 +10,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.records import Records, concat_records, from_measurements, make_records
+from meshwright.records import COLUMNS, Records, concat_records, from_measurements, make_records
 from meshwright.records.parquet import write_records
-from meshwright.records.table import COLUMNS
 from meshwright.spec import Measurements, read_document
 
 TARGET = Path(__file__).resolve().parents[1] / "src/meshwright/validation/data/cpu_ops.parquet"

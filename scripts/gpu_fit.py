@@ -17,23 +17,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.costs import Interval, fit_interval
+from meshwright.cost.gpu.gpu_products import GpuModel, Launch, ProductRates, Rate, alignment, launch_seconds
 from meshwright.cost.gpu.launches import channel_sums, channel_writes, embedding_gradients
-from meshwright.cost.gpu.products import ProductRates, alignment
-from meshwright.cost.gpu.rates import GpuModel, Launch, Rate, launch_seconds
 from meshwright.cost.kernels import Kernel, shipped_model
 from meshwright.cost.optimizers import bytes_per_element
-from meshwright.cost.prediction import Interval, fit_interval
-from meshwright.records.device_table import read_device_row
-from meshwright.records.table import parse_sizes
-from meshwright.spec import Optimizer, load_cluster
-from meshwright.spec.units import DTYPE_BYTES
-from meshwright.validation.datasets import load_records
+from meshwright.records.one_device import read_device_row
+from meshwright.records.record_table import parse_sizes
+from meshwright.spec import DTYPE_BYTES, Optimizer, load_cluster
+from meshwright.validation import load_records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from meshwright.cost.costs import Floats
     from meshwright.cost.optimizers import OptimizerLoop
-    from meshwright.cost.prediction import Floats
     from meshwright.spec import DeviceKind
 
     Shapes = Sequence[Sequence[int]]

@@ -15,10 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.records import concat_records, make_records
-from meshwright.records.importing import import_file
+from meshwright.records import COLUMNS, concat_records, import_file, make_records
 from meshwright.records.parquet import write_records
-from meshwright.records.table import COLUMNS
 
 TARGET = Path(__file__).resolve().parents[1] / "src/meshwright/validation/data"
 

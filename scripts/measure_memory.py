@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from running.peak_memory import MemoryCase, measure_peak, measure_rank_peak
 
-from meshwright.validation.memory import PIPELINE_COLUMNS, RECOMPUTE_COLUMNS, SHARING_COLUMNS, pipeline_plan
+from meshwright.validation.memory_sets import PIPELINE_COLUMNS, RECOMPUTE_COLUMNS, SHARING_COLUMNS, pipeline_plan
 
 DATA = Path(__file__).parent.parent / "src/meshwright/validation/data"
 TRAINING_COLUMNS = ("model", "batch_size", "optimizer", "recompute")

@@ -6,8 +6,8 @@
 from pathlib import Path
 
 from meshwright.spec import write_document
-from meshwright.validation.collective_errors import fit_datasheet_errors
-from meshwright.validation.datasets import load_records
+from meshwright.validation import load_records
+from meshwright.validation.collectives import fit_datasheet_errors
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "meshwright" / "cost" / "models" / "collectives.json"
 

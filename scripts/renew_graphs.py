@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 
 from meshwright.capture import capture_model
-from meshwright.cli.models import capture_reference
-from meshwright.spec import Graph, encode_document
+from meshwright.cli.model_arguments import capture_reference
+from meshwright.spec import Graph, encode_document, shipped_graphs
 from meshwright.spec.codec import dump_json
-from meshwright.spec.shipped import SUFFIX, pack, shipped_graphs
+from meshwright.spec.shipped import SUFFIX, pack
 from meshwright.validation.datasets import load_graph
-from meshwright.zoo import zoo_names
-from meshwright.zoo.llama import LlamaShape
+from meshwright.zoo import LlamaShape, zoo_names
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
 FOLDER, MEASURED_FOLDER = SOURCE / "spec" / "graphs", SOURCE / "validation" / "data"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.cost.kernels import fit_kernels, write_model
-from meshwright.validation.datasets import load_records
+from meshwright.validation import load_records
 from meshwright.validation.kernels import kinds
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "meshwright" / "cost" / "models" / "kernels.json.gz"

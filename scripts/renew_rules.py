@@ -18,9 +18,8 @@ from tempfile import TemporaryDirectory
 from meshwright import __version__
 from meshwright.rewrite.generate.generate import generate_rules
 from meshwright.rewrite.rulebook import BookRule, RuleBook, write_rule_book
-from meshwright.rewrite.rulefile import read_rules
-from meshwright.rewrite.rules import Rule
-from meshwright.rewrite.special import special_numbers
+from meshwright.rewrite.rules import Rule, read_rules
+from meshwright.rewrite.terms import special_numbers
 from meshwright.rewrite.verify import verify
 
 SECONDS = 60

@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from meshwright.spec import write_document
-from meshwright.validation.shipped_collectives import fit_shipped
+from meshwright.validation.collectives import fit_shipped
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "meshwright" / "cost" / "models" / "nccl.json"
 

@@ -28,7 +28,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.warm import ADDRESS, programs, start_server, wait_for_server
 
-# No test reads or writes the user's cache folder, nor does what a test starts (`meshwright.cli.kept_graphs`).
+# No test reads or writes the user's cache folder, nor does what a test starts (`meshwright.cli.model_arguments`).
 os.environ["MESHWRIGHT_CACHE"] = ""
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Beside each other, processes with several threads each wait more than they compute; torch reads this when loaded.

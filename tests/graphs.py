@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from meshwright.spec import Extent, Graph, Layer, Op, Tensor, Workload
-from meshwright.spec.exchange import GradientExchange
-from meshwright.spec.plan import Plan, StagePlan
+from meshwright.spec import Extent, GradientExchange, Graph, Layer, Op, Plan, StagePlan, Tensor, Workload
 
 B = Extent(0, 1)
 

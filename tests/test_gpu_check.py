@@ -304,7 +304,7 @@ def test_without_rows_there_is_a_report(tmp_path, part):
 
 
 def test_steps_of_plain_pytorch_have_the_form_of_the_shipped_table(judged, part):
-    from meshwright.validation.datasets import load_table
+    from meshwright.validation import load_table
     from meshwright.validation.gpu_steps import predict_on_gpu
 
     made = list(csv.DictReader(io.StringIO(part("gpu.report").steps_table(judged))))

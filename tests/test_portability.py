@@ -181,7 +181,7 @@ def test_every_table_can_be_printed_on_a_console_with_few_characters(console, fo
     code = f"""
 import sys
 sys.modules["torch"] = None
-from meshwright.cli.console import accept_any_character
+from meshwright.cli.output import accept_any_character
 from meshwright.cli.main import invoke
 accept_any_character()
 for command in {commands!a}:
@@ -198,7 +198,7 @@ for command in {commands!a}:
 
 
 def test_stand_ins_keep_columns():
-    code = "from meshwright.cli.console import accept_any_character as a; a(); print('a → b − c × d é │─ 漢')"
+    code = "from meshwright.cli.output import accept_any_character as a; a(); print('a → b − c × d é │─ 漢')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60, check=True)
     assert done.stdout.split(b"\n")[0].strip() == b"a > b - c x d e |- ?"

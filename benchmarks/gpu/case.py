@@ -44,8 +44,8 @@ from meshwright.spec import DocumentError, Optimizer, Plan, StagePlan, Workload,
 from meshwright.spec.own_code import own_loss
 from meshwright.training import make_optimizer
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
-from meshwright.zoo import load_model
-from meshwright.zoo.source import ModelSource, call_forward
+from meshwright.zoo import ModelSource, load_model
+from meshwright.zoo.source import call_forward
 
 WARM_UP, IN_A_ROW, ROW_STEPS = 5, 8, 8
 # Small enough that no loss leaves the range of bfloat16.

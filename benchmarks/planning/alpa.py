@@ -32,13 +32,11 @@ import numpy as np
 from harness import Row, make_row
 
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Problem, search_plans
-from meshwright.planner.method import Method, SearchState, Steps
+from meshwright.planner import Choices, Method, Problem, SearchState, search_plans
 from meshwright.planner.methods.alpa import Placements, amounts_of, mesh_of_cluster, place_ops
-from meshwright.planner.methods.alpa.method import alpa
-from meshwright.planner.methods.alpa.stages import Objective
-from meshwright.spec import Graph, Workload, load_cluster, load_shipped_graph
-from meshwright.spec.sharding import Sharding
+from meshwright.planner.methods.alpa.alpa_method import Objective, alpa
+from meshwright.planner.search_method import Steps
+from meshwright.spec import Graph, Sharding, Workload, load_cluster, load_shipped_graph
 
 SPLITS = Path(__file__).parent.parent / "splits" / "planner_alpa.json"
 TARGET_S, AUTOPARALLEL_S = 2.0, 46.8

@@ -16,8 +16,7 @@ from planning.soap_optimum import count_strategies, find_optimum
 
 from benchmarks.harness import Row, make_row
 from meshwright.cost import CostModel
-from meshwright.planner.methods.flexflow import search_soap, soap_space
-from meshwright.planner.methods.flexflow.space import SoapSpace
+from meshwright.planner.methods.flexflow import SoapSpace, search_soap, soap_space
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph
 from tests.planner.methods.soap_problems import draw_problem, make_soap

@@ -20,10 +20,9 @@ from planning.measured_search import NUM_AGAIN, NUM_FINALISTS, refine_measured, 
 from planning.unequal_devices import unequal_problem
 
 from meshwright.cost import CostModel
-from meshwright.planner import evaluate_plan
-from meshwright.planner.choices import Choices
-from meshwright.planner.methods.differentiable import method
-from meshwright.planner.methods.differentiable.layouts import StageLayout
+from meshwright.planner import Choices, evaluate_plan
+from meshwright.planner.methods.differentiable import differentiable_method
+from meshwright.planner.methods.differentiable.differentiable_method import StageLayout
 from meshwright.planner.methods.differentiable.stage_repair import layout_cost
 
 MEASURED = SPLITS["measured"]
@@ -84,7 +83,7 @@ def _believed_and_true():
     problem = unequal_problem(MEASURED)
     fixed = {"microbatch_sizes": (MEASURED["microbatch"],), "num_stages": (MEASURED["num_stages"],)}
     problem = replace(problem, choices=Choices(**fixed, schedules=("1f1b",)))
-    (option,) = method._options(problem)
+    (option,) = differentiable_method._options(problem)
     cluster, slow = problem.cluster, MEASURED["slow_node"]
     kind = cluster.device_kind(sum(node.num_devices for node in cluster.nodes[:slow]))
     slower = replace(

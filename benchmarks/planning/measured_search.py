@@ -24,9 +24,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from meshwright.planner.methods.differentiable.descent import softmax
-from meshwright.planner.methods.differentiable.layouts import StageLayout, logits_of, valid_layout
-from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
+from meshwright.planner.methods.differentiable.differentiable_method import (
+    StageLayout,
+    logits_of,
+    valid_layout,
+)
+from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth, softmax
 from meshwright.planner.methods.differentiable.stage_arrays import StageSpace
 from meshwright.planner.methods.differentiable.stage_repair import layout_cost
 from meshwright.spec import PlanError

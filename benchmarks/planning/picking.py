@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from harness import make_row
 
-from meshwright.validation.steps import OURS, score_steps
+from meshwright.validation.step_sets import OURS, score_steps
 
 TARGET = 3.0
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from meshwright.cost import CostModel
+from meshwright.cost import CostModel, read_software
 from meshwright.cost.memory import MemoryLimit
-from meshwright.cost.software import read_software
 from meshwright.planner import Choices, Limits, Plans, Problem, list_shardings, search_plans
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from meshwright.templates import decoder_graph

@@ -19,7 +19,7 @@ from planning.space import SPLIT
 
 from meshwright.planner import Choices, evaluate_plan, explain_difference, list_shardings, whole_space
 from meshwright.planner.methods.grid import bound_grid
-from meshwright.planner.methods.grid.method import plans_of
+from meshwright.planner.methods.grid.grid_method import plans_of
 from meshwright.spec import MeshwrightError, format_bytes, format_seconds
 
 

@@ -17,7 +17,7 @@ from meshwright.spec import PlanError
 
 if TYPE_CHECKING:
     from meshwright.planner.methods.flexflow.arrays import Schedule, Strategy
-    from meshwright.planner.methods.flexflow.starts import StrategyArrays
+    from meshwright.planner.methods.flexflow.search import StrategyArrays
 
 MOST_STRATEGIES = 50_000_000
 

@@ -26,7 +26,7 @@ from planning.problems import BENCHMARKS, layout_words, problem_of, solve
 
 from meshwright.planner import evaluate_plan, explain_difference, whole_space
 from meshwright.planner.methods.grid import Configuration, bound_grid
-from meshwright.planner.methods.grid.method import plans_of
+from meshwright.planner.methods.grid.grid_method import plans_of
 from meshwright.spec import MeshwrightError
 
 SPLIT = json.loads((BENCHMARKS / "splits" / "planner_space.json").read_text())

@@ -15,11 +15,8 @@ from planning.chains import SPLITS
 from planning.problems import solve
 
 from meshwright.cost import CostModel
-from meshwright.planner.choices import Choices
-from meshwright.planner.methods import METHODS
-from meshwright.planner.methods.differentiable.method import search_by_draws
-from meshwright.planner.problem import Problem
-from meshwright.planner.shardings import list_shardings
+from meshwright.planner import METHODS, Choices, Problem, list_shardings
+from meshwright.planner.methods.differentiable.differentiable_method import search_by_draws
 from meshwright.spec import Cluster, MeshwrightError, Workload, load_cluster, load_shipped_graph
 
 UNEQUAL = SPLITS["unequal"]

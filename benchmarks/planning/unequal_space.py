@@ -21,10 +21,10 @@ from harness import make_row
 
 from meshwright.cost import CostModel
 from meshwright.planner import Limits, Problem, Proposal, search_plans, whole_space
-from meshwright.planner.bounds import bound_space
-from meshwright.planner.layouts import Layout
-from meshwright.planner.methods.grid.method import needs_no_more, plans_of
-from meshwright.planner.methods.grid.sheet import bound_grid
+from meshwright.planner.methods.grid import bound_grid
+from meshwright.planner.methods.grid.grid_method import needs_no_more, plans_of
+from meshwright.planner.rank_layouts import Layout
+from meshwright.planner.step_bounds import bound_space
 from meshwright.spec import MeshwrightError, Workload, load_cluster, load_shipped_graph
 
 HERE = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from meshwright.planner.layouts import Layout
+from meshwright.planner.rank_layouts import Layout
 from meshwright.spec import Plan
 
 

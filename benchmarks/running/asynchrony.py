@@ -34,9 +34,8 @@ from meshwright.runtime import Repair, open_session
 from meshwright.runtime.versions import VersionedPart
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Optimizer, Plan, StagePlan, Workload, load_cluster
-from meshwright.training import measure_here
-from meshwright.training.state import gather_state
-from meshwright.training.text import text_batches
+from meshwright.training import measure_here, text_batches
+from meshwright.training.trainer import gather_state
 from meshwright.zoo import load_model
 
 MODEL, SIZES = str(Path(__file__).with_name("llama.toml")), {"sequence_length": 32}

@@ -41,13 +41,13 @@ from meshwright.spec import (
     GradientExchange,
     Optimizer,
     Plan,
+    Sharding,
     StagePlan,
     Workload,
     load_cluster,
     read_document,
     write_document,
 )
-from meshwright.spec.sharding import Sharding
 from meshwright.zoo import load_model
 
 TIMEOUT_S = 600

@@ -4,7 +4,7 @@ The truth of a case is the largest total of the profiler's memory events, which 
 allocation through torch's CPU allocator, without the libraries' own. The growth of the resident set is measured, too.
 A rank of a plan is observed from the moment when everything is prepared: tensors that training holds already are added
 one by one (its stage's state, buckets, the inputs of its microbatches).
-The truths in `meshwright.validation.memory` were measured this way, by ``scripts/measure_memory.py``.
+The truths in `meshwright.validation.memory_sets` were measured this way, by ``scripts/measure_memory.py``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.runtime import join_group
 from meshwright.spec import Optimizer, Plan, load_shipped_graph
-from meshwright.training.job import load_source, make_batches, make_optimizer
-from meshwright.training.memory import MemoryMeter
-from meshwright.training.trainer import prepare
+from meshwright.training import load_source, make_batches, make_optimizer, prepare
+from meshwright.training.peak_memory import MemoryMeter
 from meshwright.zoo import ModelSource, load_model
 
 # The second step is like all later ones: the optimizer's states exist.

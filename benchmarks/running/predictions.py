@@ -38,8 +38,10 @@ from meshwright.spec import (
     GradientExchange,
     Graph,
     Measurements,
+    OpPlacement,
     Optimizer,
     Plan,
+    Sharding,
     StagePlan,
     Timeline,
     Workload,
@@ -48,7 +50,7 @@ from meshwright.spec import (
     read_document,
     write_document,
 )
-from meshwright.spec.sharding import UNSHARDED, OpPlacement, Sharding
+from meshwright.spec.sharding import UNSHARDED
 from meshwright.training import Job, measure_here, run_plan
 
 NUM_STEPS, QUICK_STEPS, WARM_UP = 40, 12, 5

@@ -14,7 +14,7 @@ import torch
 from meshwright.capture import Captured, has_own_graph, own_graph, rebuild
 from meshwright.measurement import OpSource
 from meshwright.program.sharding import MESH
-from meshwright.runtime.teams.grouped import ARRANGING, COMBINE, COUNTING, DISPATCH
+from meshwright.runtime.teams.team_operators import ARRANGING, COMBINE, COUNTING, DISPATCH
 from meshwright.spec import Graph
 
 

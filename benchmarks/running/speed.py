@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.capture import capture_model, flatten_batch, part
 from meshwright.measurement import run_ranks
 from meshwright.runtime import open_session
-from meshwright.runtime.stage import stage_feeds, stage_fetches
+from meshwright.runtime.stage_module import stage_feeds, stage_fetches
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph
 from meshwright.zoo import load_model
 

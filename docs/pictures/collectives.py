@@ -18,7 +18,7 @@ from meshwright.cost.collectives import CollectiveGroup, CollectiveModel, Collec
 from meshwright.cost.collectives.fitting import groups_of
 from meshwright.records import Records
 from meshwright.spec import write_text
-from meshwright.validation.datasets import load_records
+from meshwright.validation import load_records
 
 PICTURE = Path(__file__).resolve().parent.parent / "images" / "collectives.svg"
 PANELS: tuple[tuple[CollectiveOp, str], ...] = (("all_reduce", "all-reduce"), ("all_to_all", "all-to-all"))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.report.schedule_picture import COLOURS as COMPUTING
-from meshwright.report.schedule_picture import IDLE
+from meshwright.report.schedule_pictures import COLOURS as COMPUTING
+from meshwright.report.schedule_pictures import IDLE
 from meshwright.simulator import ControlledRun, Simulation, simulate_plan
 from meshwright.spec import (
     Cluster,

@@ -28,8 +28,7 @@ from drawing import (
 
 from meshwright import Choices, Cluster, Limits, Plan, Problem, Workload, load_cluster, search_plans, simulate_plan
 from meshwright.simulator import Simulation, schedule_exchange
-from meshwright.spec import GradientExchange, Link, Opcode, Optimizer, StagePlan, write_text
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import GradientExchange, Link, Opcode, Optimizer, StagePlan, load_shipped_graph, write_text
 
 IMAGES = Path(__file__).resolve().parent.parent / "images"
 FORWARD = (COLOURS[Opcode.FORWARD], "forward")

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshwright.cli.main import load_verb
-from meshwright.cli.models import graphs_of
-from meshwright.cli.pages import page_path
-from meshwright.cli.plan.command import make_problem
-from meshwright.cli.plan.files import files_to_write, write_plan_files
-from meshwright.cli.plan.request import PlanRequest
+from meshwright.cli.model_arguments import graphs_of
+from meshwright.cli.plan.plan_command import make_problem
+from meshwright.cli.plan.plan_output import files_to_write, write_plan_files
+from meshwright.cli.plan.plan_request import PlanRequest
 from meshwright.cli.planning import as_written, given_options
 from meshwright.cli.requests import OptionField, options_of
-from meshwright.planner import Limits, Plans, find_shares, plans_document, search_plans
-from meshwright.planner.plans import explain_difference, summarise
+from meshwright.cli.written_pages import page_path
+from meshwright.planner import Limits, Plans, explain_difference, find_shares, plans_document, search_plans
+from meshwright.planner.plans import summarise
 from meshwright.report import describe_workload
 from meshwright.report.page import write_page
 from meshwright.simulator import simulate_plan

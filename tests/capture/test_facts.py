@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.capture import capture_model, differentiate
-from meshwright.capture.flops import count_flops
+from meshwright.capture.call_facts import count_flops
 from meshwright.spec import Extent, Graph, decode_document, encode_document
 
 from .models import CASES, Gpt, build, mean_square, numbers, token_loss, tokens

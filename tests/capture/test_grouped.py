@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.capture.grouped import grouped_mm
+from meshwright.capture.surroundings import grouped_mm
 
 # Rows, their width, columns, and where the groups end: aligned for torch's kernel or not, with groups of no rows.
 CASES = [(8, 16, 24, [3, 8]), (7, 6, 5, [0, 7, 7]), (64, 32, 48, [10, 10, 40, 64]), (0, 16, 8, [0, 0])]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.capture import capture_model
-from meshwright.capture.layers import OpLine, divide
-from meshwright.capture.units import find_units, unit_of
+from meshwright.capture.layer_division import OpLine, divide, find_units, unit_of
 
 from .models import Block, DoubleConv, build, mean_square, numbers
 

@@ -13,8 +13,8 @@ from torch import nn
 from meshwright.capture import capture_model, differentiate, flatten_batch, part
 from meshwright.capture.describe import describe_trace
 from meshwright.capture.export import trace_model
+from meshwright.capture.layer_division import find_units
 from meshwright.capture.repeats import find_repeats
-from meshwright.capture.units import find_units
 
 from .models import Gpt, ResNet, build, images, labels, mean_square, numbers, token_loss, tokens
 

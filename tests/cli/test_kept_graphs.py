@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright import compiled
-from meshwright.cli import kept_graphs, models
-from meshwright.cli.kept_graphs import MAX_FILES, keep, kept_file, read_kept
+from meshwright.cli import model_arguments as kept_graphs
+from meshwright.cli import model_arguments as models
 from meshwright.cli.main import invoke
+from meshwright.cli.model_arguments import MAX_FILES, keep, kept_file, read_kept
 from meshwright.spec import load_shipped_graph
 from meshwright.spec.shipped import SUFFIX, pack
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.spec import Measurements, read_document, write_document
-from meshwright.training.calibrate import Calibration
+from meshwright.training import Calibration
 
 
 @pytest.mark.long

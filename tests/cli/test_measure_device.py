@@ -7,7 +7,8 @@ import pytest
 from meshwright import training
 from meshwright.records.parquet import read_records
 from meshwright.spec import MeasurementError, Measurements, load_shipped_graph, read_document, write_document
-from meshwright.training import device_table, measure_device
+from meshwright.training import device_measuring as device_table
+from meshwright.training import device_measuring as measure_device
 from tests.measurement.clocks import FakeClock
 from tests.measurement.test_device_ops import SIZES
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.host.drives import Drive
-from meshwright.host.memory import Memory
-from meshwright.runtime.offload import room
+from meshwright.host.memory_limits import Drive, Memory
+from meshwright.runtime.offload import pinned_memory as room
 from meshwright.spec import Cluster, Nvme, Offload, Plan, load_cluster, read_document, write_document
 from meshwright.training import launch
 

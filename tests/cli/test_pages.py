@@ -11,8 +11,7 @@ import pytest
 
 from meshwright.cli.main import invoke
 from meshwright.cost.memory import MemoryLimit
-from meshwright.spec import load_cluster, read_document, write_document
-from meshwright.spec.timeline import Timeline
+from meshwright.spec import Timeline, load_cluster, read_document, write_document
 from tests.report.page.decoding import Page, decode_spans, timeline_rows
 from tests.report.timelines import as_measured
 
@@ -91,7 +90,7 @@ def test_the_page_of_a_comparison_has_both(user, capsys):
 )
 def test_every_document_has_a_page(user, shown, part):
     if shown == "graph.json" and not Path(shown).exists():
-        from meshwright.spec.shipped import load_shipped_graph
+        from meshwright.spec import load_shipped_graph
 
         write_document(load_shipped_graph("gpt-tiny"), shown)
     assert invoke(["show", shown, "--html", "shown.html"]) == 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.cli.plan.choices import read_choices
-from meshwright.cli.published import read_request
-from meshwright.spec import Workload
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.cli.plan.plan_command import read_choices
+from meshwright.cli.validate import read_request
+from meshwright.spec import Workload, load_shipped_graph
 
 
 @pytest.mark.parametrize(

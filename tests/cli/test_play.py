@@ -16,9 +16,8 @@ import pytest
 
 from meshwright.cli.main import invoke
 from meshwright.playground import from_query
-from meshwright.spec import GradientExchange, load_cluster, write_document
+from meshwright.spec import GradientExchange, load_cluster, load_shipped_graph, write_document
 from meshwright.spec.own_code import source_hash
-from meshwright.spec.shipped import load_shipped_graph
 from tests.graphs import even_bounds, make_plan
 
 # A busy machine takes long to start a process; a server that hangs would take for ever.

@@ -12,10 +12,10 @@ import typer
 from typer.main import get_command
 
 from meshwright.cli.main import invoke, load_verb
-from meshwright.cli.plan.request import PlanRequest
+from meshwright.cli.plan.plan_request import PlanRequest
 from meshwright.cli.planning import given_options
 from meshwright.cli.requests import Of, as_command, option_rows, options_of
-from meshwright.cli.simulate.request import SimulateRequest
+from meshwright.cli.simulate.simulate_request import SimulateRequest
 from tests.cli.test_json_output import DEPLOYMENT
 from tests.docs.option_pages import PAGES, make_page
 from tests.project import ROOT

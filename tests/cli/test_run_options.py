@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.records import load_measurements, save_measurements
-from meshwright.spec import Plan, StagePlan, Workload, load_cluster, write_document
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import Plan, StagePlan, Workload, load_cluster, load_shipped_graph, write_document
 from meshwright.training import measure_here
 
 

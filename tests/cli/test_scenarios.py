@@ -177,7 +177,7 @@ def test_what_the_cluster_has_not_is_told_by_file_and_effect(planned, effect, wo
 
 
 def test_an_interrupted_sweep_leaves_no_file(planned, monkeypatch):
-    import meshwright.simulator.scenarios.sweep as module
+    import meshwright.simulator.scenarios.outcome as module
 
     whole, calls = module.simulate_scenario, []
 

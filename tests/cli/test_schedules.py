@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import invoke
-from meshwright.spec import GradientExchange, Plan, read_document, write_document
-from meshwright.spec.plan import StagePlan
+from meshwright.spec import GradientExchange, Plan, StagePlan, read_document, write_document
 from tests.program.own import ALL, HEAD
 from tests.simulator.plans import fast_cluster
 

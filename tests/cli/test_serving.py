@@ -19,7 +19,7 @@ from meshwright.serving import (
     split_time,
 )
 from meshwright.spec import BatchMeasurement, Measurements, Scaling, read_deployment, write_document
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 
 DEPLOYMENT = """
 schema = "meshwright/deployment/1"

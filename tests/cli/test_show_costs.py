@@ -9,9 +9,8 @@ import pytest
 
 from meshwright.cli.main import invoke
 from meshwright.cost import CostModel
-from meshwright.cost.layers import cost_rows, optimizer_row
-from meshwright.spec import Optimizer, load_cluster
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.cost.layer_rows import cost_rows, optimizer_row
+from meshwright.spec import Optimizer, load_cluster, load_shipped_graph
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.cli.main import invoke
 from meshwright.cost.memory import find_peak, trace_step
-from meshwright.cost.memory.choices import choice_rows, layer_rows
+from meshwright.cost.memory.layer_choices import choice_rows, layer_rows
 from meshwright.spec import (
     GraphError,
     Optimizer,

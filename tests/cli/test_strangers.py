@@ -7,12 +7,11 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cli.console import PlainConsole, escape_controls
 from meshwright.cli.main import invoke
+from meshwright.cli.output import PlainConsole, escape_controls
 from meshwright.program import with_schedule
-from meshwright.spec import read_document, write_document
+from meshwright.spec import Plan, read_document, write_document
 from meshwright.spec.own_code import source_hash
-from meshwright.spec.plan import Plan
 from tests.fuzz.corpus import TRAP
 
 

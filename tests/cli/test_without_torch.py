@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
+from meshwright.spec import load_shipped_graph, shipped_graphs
 
 WITHOUT_TORCH = """
 import json, sys

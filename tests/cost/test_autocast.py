@@ -11,9 +11,8 @@ from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed, cast_inputs, compute_type
 from meshwright.cost.memory import find_peak, trace_step
 from meshwright.program import build_program
-from meshwright.spec import Plan, StagePlan, Workload, load_cluster, slice_graph
+from meshwright.spec import Plan, StagePlan, Workload, load_cluster, load_shipped_graph, slice_graph
 from meshwright.spec.precision import numbers_of
-from meshwright.spec.shipped import load_shipped_graph
 from tests.cost.facts import GraphMaker
 
 AMP = numbers_of("amp")

@@ -19,16 +19,18 @@ from meshwright.cost.collectives import (
     load_topology,
     place_group,
 )
-from meshwright.cost.collectives.algorithms import parameter_server_seconds, port_share, ring_seconds
-from meshwright.cost.collectives.datasheet import load_nccl, quote_collective
-from meshwright.cost.collectives.rings import (
+from meshwright.cost.collectives.algorithms import (
     best_ring,
     best_tree,
     count_rings,
     count_trees,
     link_matrix,
+    parameter_server_seconds,
+    port_share,
     ring_bottleneck,
+    ring_seconds,
 )
+from meshwright.cost.collectives.datasheet import load_nccl, quote_collective
 from meshwright.records import add_records, concat_records, make_records, named_shapes
 from meshwright.spec import (
     ClusterError,

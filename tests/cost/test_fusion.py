@@ -10,17 +10,14 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from meshwright.cost import CostModel
-from meshwright.cost.autocast import as_computed
-from meshwright.cost.classes import classify_ops
+from meshwright.cost.autocast import Widths, as_computed
 from meshwright.cost.fusion import fuse_unit
 from meshwright.cost.fusion.partition import Flow
-from meshwright.cost.fusion.rules import fusion_rules
+from meshwright.cost.fusion.written_values import fusion_rules
 from meshwright.cost.host_issue import load_host_calls
+from meshwright.cost.op_classes import classify_ops
 from meshwright.cost.traits import is_view, operator_name, passes_of
-from meshwright.cost.widths import Widths
-from meshwright.spec import Measurements, OpMeasurement, load_cluster, load_shipped_graph
-from meshwright.spec.compiled_units import compiled_units
-from meshwright.spec.measurements import op_key
+from meshwright.spec import Measurements, OpMeasurement, compiled_units, load_cluster, load_shipped_graph, op_key
 from meshwright.spec.precision import numbers_of
 
 GPT = replace(load_shipped_graph("gpt-tiny"), compiled=True)

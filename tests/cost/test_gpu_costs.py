@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.cost import CostModel
-from meshwright.cost.gpu.attention import attention_seconds, kernel_of
-from meshwright.cost.gpu.rates import GpuModel, Rate, is_modelled, shipped_gpu
-from meshwright.cost.software import PYTORCH, read_software
-from meshwright.cost.widths import stays_single
+from meshwright.cost import CostModel, read_software
+from meshwright.cost.autocast import stays_single
+from meshwright.cost.gpu.gpu_products import GpuModel, Rate, is_modelled, shipped_gpu
+from meshwright.cost.gpu.launches import attention_seconds, kernel_of
+from meshwright.cost.software import PYTORCH
 from meshwright.cost.work import key_in
-from meshwright.cost.work.calls import read_call
-from meshwright.spec import encode_document, load_cluster
-from meshwright.spec.codec import decode_document
+from meshwright.cost.work.op_calls import read_call
+from meshwright.spec import decode_document, encode_document, load_cluster
 from scripts.gpu_fit import fit_shipped, kernels_of, left_out, load_ops, measured_kind, predicted
 from tests.cost.facts import KIND as PROCESSOR
 from tests.cost.facts import B, GraphMaker

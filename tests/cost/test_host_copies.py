@@ -5,7 +5,7 @@ import math
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.cost.host_copies import HOST_COPY, estimate_host_copy
+from meshwright.cost.host_costs import HOST_COPY, estimate_host_copy
 from meshwright.spec import Link, MeasurementError
 from tests.cost.facts import make_cluster
 

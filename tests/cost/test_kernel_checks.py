@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.cost.kernels import Kernel, adapt_kernels, shipped_model
-from meshwright.cost.kernels.checks import MAX_SIZE, SIZES, has_rate
-from meshwright.cost.kernels.fit import split_parts
-from meshwright.cost.table import GPU_ROOFLINE
+from meshwright.cost.kernels.demand import MAX_SIZE, SIZES, has_rate
+from meshwright.cost.kernels.kernel_fit import split_parts
+from meshwright.cost.op_estimates import GPU_ROOFLINE
 from meshwright.records import make_records, named_shapes
 from meshwright.spec import Extent, MeasurementError, load_cluster
 from tests.cost.facts import B, GraphMaker

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from meshwright.cost import CostModel, load_cost_model
-from meshwright.cost.gpu.rates import Launch, shipped_gpu
+from meshwright.cost.gpu.gpu_products import Launch, shipped_gpu
 from meshwright.cost.kernels import Kernel, adapt_kernels, shipped_model
 from meshwright.records import make_records, named_shapes
 from meshwright.records.parquet import write_records
 from meshwright.spec import Extent, load_cluster
-from meshwright.validation.datasets import load_records
+from meshwright.validation import load_records
 from tests.cost.facts import B, GraphMaker, linear_graph, make_table, op_row
 
 H100 = load_cluster("H100")

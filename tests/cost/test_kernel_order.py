@@ -8,10 +8,10 @@ from kernel_order import next_larger, share_of_falls, share_of_false_falls
 
 from meshwright.cost.kernels import shipped_model
 from meshwright.cost.kernels.demand import demand_of
-from meshwright.cost.kernels.fit import split_parts
+from meshwright.cost.kernels.kernel_fit import split_parts
+from meshwright.cost.kernels.kernel_model import MIN_ROWS
 from meshwright.cost.kernels.law import law_seconds
-from meshwright.cost.kernels.model import MIN_ROWS
-from meshwright.validation.datasets import load_records
+from meshwright.validation import load_records
 from meshwright.validation.kernels import kinds
 from tests.marks import examples
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from meshwright.cost.kernels import Kernel, fit_kernels, shipped_model
 from meshwright.cost.kernels.boosting import BoostingSettings
-from meshwright.cost.kernels.model import prior_of
-from meshwright.cost.kernels.transfers import STEPS, UNKNOWN, fit_transfers, left_out_sets
+from meshwright.cost.kernels.kernel_fit import STEPS, UNKNOWN, fit_transfers, left_out_sets
+from meshwright.cost.kernels.kernel_model import prior_of
 from meshwright.records import concat_records
 from meshwright.spec import load_cluster
 from tests.cost.kernels import LIBRARY, make_gpu, make_rows

@@ -20,11 +20,9 @@ from meshwright.cost.kernels import (
     shipped_model,
     write_model,
 )
-from meshwright.cost.kernels.boosting import BoostingSettings, fit_trees
-from meshwright.cost.kernels.correction import Scale, fit_correction
-from meshwright.cost.kernels.demand import demand_of, mean_keys
+from meshwright.cost.kernels.boosting import BoostingSettings, Scale, fit_correction, fit_trees
+from meshwright.cost.kernels.demand import CANDIDATES, SPLITS, demand_of, dispatch_of, mean_keys, tiles_of
 from meshwright.cost.kernels.law import first_prior, fit_law, law_seconds
-from meshwright.cost.kernels.tiles import CANDIDATES, SPLITS, dispatch_of, tiles_of
 from meshwright.records import concat_records, make_records
 from meshwright.spec import DocumentError, MeasurementError, load_cluster
 from tests.cost.kernels import LIBRARY, make_gpu, make_rows, rule_seconds

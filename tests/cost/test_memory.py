@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel, StageMemory
 from meshwright.cost.memory import count_phases, likeness, weigh_stage
-from meshwright.spec import GraphError, Optimizer, Workload, load_shipped_graph, slice_graph
-from meshwright.spec.shipped import shipped_graphs
+from meshwright.spec import GraphError, Optimizer, Workload, load_shipped_graph, shipped_graphs, slice_graph
 from tests.cost.facts import B, GraphMaker, make_cluster
 from tests.graphs import chain_graph
 

@@ -6,9 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.memory import find_peak, trace_step
-from meshwright.cost.memory.allocator import follow_allocator
-from meshwright.cost.memory.ledger import MemoryEvents
+from meshwright.cost.memory import MemoryEvents, find_peak, follow_allocator, trace_step
 from meshwright.spec import Optimizer, Workload, load_shipped_graph
 from tests.marks import examples
 

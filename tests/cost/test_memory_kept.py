@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.cost.memory import find_peak, library_workspaces, trace_step
-from meshwright.cost.memory.kept import as_kept
+from meshwright.cost.memory import as_kept, find_peak, library_workspaces, trace_step
 from meshwright.cost.traits import operator_name
-from meshwright.spec import Workload
+from meshwright.spec import Workload, load_shipped_graph
 from meshwright.spec.precision import numbers_of
-from meshwright.spec.shipped import load_shipped_graph
 from tests.cost.facts import B, GraphMaker
 
 FULL, HALF = "float32", "bfloat16"

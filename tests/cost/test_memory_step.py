@@ -16,9 +16,9 @@ from meshwright.spec import (
     load_shipped_graph,
     recompute_layers,
     recompute_runs,
+    shipped_graphs,
     with_recompute,
 )
-from meshwright.spec.shipped import shipped_graphs
 from tests.cost.facts import B, GraphMaker
 
 SGD, MOMENTUM, ADAMW = Optimizer(kind="sgd"), Optimizer(kind="sgd", momentum=True), Optimizer(kind="adamw")

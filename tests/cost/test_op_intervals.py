@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel, add_intervals
-from meshwright.cost.table import ROOFLINE
+from meshwright.cost.op_estimates import ROOFLINE
 from tests.cost.facts import KIND, linear_graph, make_cluster, make_table, op_row
 from tests.graphs import chain_graph
 

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.table import OpTable
+from meshwright.cost.op_estimates import OpTable
 from meshwright.cost.work import read_work, relatives
-from meshwright.spec import Measurements, OpMeasurement, op_key
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import Measurements, OpMeasurement, load_shipped_graph, op_key
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meshwright.cost import LAUNCH_S, CostModel
+from meshwright.cost.op_estimates import ROOFLINE
 from meshwright.cost.optimizers import estimate_step
-from meshwright.cost.table import ROOFLINE
 from meshwright.spec import Optimizer, OptimizerMeasurement, load_cluster
 from meshwright.spec.measurements import BUCKET_COPY
 from tests.cost.facts import KIND, B, GraphMaker, make_cluster, make_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.cost import CostModel, load_cost_model
-from meshwright.cost.traced import collect_traced
+from meshwright.cost.op_estimates import collect_traced
 from meshwright.records import make_records
 from meshwright.records.parquet import write_records
 from meshwright.spec import (

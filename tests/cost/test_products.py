@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.cost import CostModel
-from meshwright.cost.conversions import product_type
-from meshwright.cost.roofline import LAUNCH_S
+from meshwright.cost import LAUNCH_S, CostModel
+from meshwright.cost.conversion_costs import product_type
 from meshwright.cost.traits import operator_name
-from meshwright.spec import Extent, load_cluster
+from meshwright.spec import Extent, load_cluster, load_shipped_graph
 from meshwright.spec.precision import numbers_of
-from meshwright.spec.shipped import load_shipped_graph
 from tests.cost.facts import B, GraphMaker, make_table, op_row
 
 H100 = load_cluster("1xH100")

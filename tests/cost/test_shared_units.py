@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from meshwright.cost.memory import SharedUnit, SharedUnits
 from meshwright.cost.memory.ledger import Ledger
-from meshwright.cost.memory.shared_units import SharedUnit, SharedUnits, UnitMemory
+from meshwright.cost.memory.shared_units import UnitMemory
 from meshwright.spec.memory import GRADIENTS, PARAMETERS, WORKSPACE
 
 # Two ops each, of 10, 20 and 30 bytes of parameters, with as many of gradients; two replicas.

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.cost.teams import REPLICATING, axis_groups, ring_attention_seconds, spread_teams
+from meshwright.cost.team_costs import REPLICATING, axis_groups, ring_attention_seconds, spread_teams
 from meshwright.program import lower_graph
-from meshwright.spec import MeasurementError, load_cluster, load_shipped_graph
-from meshwright.spec.sharding import Sharding
+from meshwright.spec import MeasurementError, Sharding, load_cluster, load_shipped_graph
 
 GPT = load_shipped_graph("gpt-tiny")
 CLUSTER = load_cluster("2x8xA100")

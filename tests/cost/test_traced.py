@@ -9,8 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.cost import load_cost_model
+from meshwright.cost.op_estimates import collect_traced
 from meshwright.cost.roofline import bound_op
-from meshwright.cost.traced import collect_traced
 from meshwright.records import add_records, import_file, make_records
 from meshwright.spec import load_cluster, load_shipped_graph
 from meshwright.zoo import load_model

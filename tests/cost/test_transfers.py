@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.cost.curves import fit_curve
+from meshwright.cost.op_estimates import fit_curve
 from meshwright.spec import ClusterError
 from tests.cost.facts import make_cluster, make_table, transfer_row
 

@@ -8,10 +8,9 @@ import pytest
 
 from meshwright.cost.traits import is_view, passes_of
 from meshwright.cost.work import Amount, find_operator, read_work
-from meshwright.cost.work.calls import read_call
-from meshwright.cost.work.outputs import outputs_of
-from meshwright.spec import op_key
-from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
+from meshwright.cost.work.op_calls import read_call
+from meshwright.cost.work.work_count import outputs_of
+from meshwright.spec import load_shipped_graph, op_key, shipped_graphs
 
 # Saved by autograd for its shape, or for a case that is not this one, and not read.
 UNREAD = {

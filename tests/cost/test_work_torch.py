@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.cost.work import find_operator, products, read_work
-from meshwright.cost.work.calls import read_call
-from meshwright.cost.work.outputs import outputs_of
+from meshwright.cost.work import find_operator, read_work
+from meshwright.cost.work import work_count as products
+from meshwright.cost.work.op_calls import read_call
+from meshwright.cost.work.work_count import outputs_of
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from meshwright.cli.plan.request import PlanRequest
+from meshwright.cli.plan.plan_request import PlanRequest
 from meshwright.cli.requests import option_rows
-from meshwright.cli.simulate.request import SimulateRequest
+from meshwright.cli.simulate.simulate_request import SimulateRequest
 from tests.project import ROOT
 
 # Of each page: the request, and the words for its forms.

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import load_shipped_graph
 from tests.docs.blocks import ROOT
 
 pytest.importorskip("transformers")

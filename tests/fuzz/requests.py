@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 from hypothesis import strategies as st
 
 from meshwright.playground import Controls, OfferedModel, PlaygroundServer, Service, Workbench, to_query
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import load_shipped_graph
 from tests.fuzz.mutations import HOSTILE_NUMBERS, HOSTILE_WORDS, any_of, spoil_bytes
 
 _START = Controls(model="gpt-tiny", kind="cpu", num_nodes=1, devices_per_node=4, num_stages=2, global_batch=16)

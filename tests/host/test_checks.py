@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.host import examine
-from meshwright.host.checks import AREAS, CHECKS
 from meshwright.host.findings import HELP_PAGE
 from meshwright.host.host import Ran
+from meshwright.host.host_checks import AREAS, CHECKS
 from tests.docs.blocks import ROOT
 from tests.host.machines import DGX_QUERY, DGX_TOPOLOGY, answering, make_host
 from tests.host.test_limits import limits
@@ -63,7 +63,7 @@ def test_a_check_that_fails_leaves_the_others_alone(tmp_path, without_torch, mon
     def check_stars(host):
         raise ZeroDivisionError("no sky")
 
-    monkeypatch.setattr("meshwright.host.checks.CHECKS", (check_stars, *CHECKS))
+    monkeypatch.setattr("meshwright.host.host_checks.CHECKS", (check_stars, *CHECKS))
     findings = examine(make_host(tmp_path))
     assert [finding.status for finding in findings if finding.name == "stars"] == ["note"]
     assert len(findings) > 10

@@ -16,8 +16,9 @@ from meshwright.host import (
     describe_machine,
     devices_to_measure,
     find_machine,
+    name_gpu,
 )
-from meshwright.host.known_gpus import know_gpu, known_gpus, name_gpu
+from meshwright.host.gpus import know_gpu, known_gpus
 from meshwright.spec import Cluster, ClusterError, Link, decode_document, load_cluster, shipped_kinds
 from tests.host.machines import BRIDGED_QUERY, BRIDGED_TOPOLOGY, DGX_QUERY, DGX_TOPOLOGY, answering, make_host
 from tests.host.test_links import port

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.host import Host
-from meshwright.host.drives import find_drive
+from meshwright.host.memory_limits import find_drive
 from tests.host.machines import make_host
 
 ROOT = "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"

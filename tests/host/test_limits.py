@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meshwright.host.limits import UNLIMITED, check_environment, check_limits, check_numba_cache, find_limit
+from meshwright.host.host_checks import UNLIMITED, check_environment, check_limits, check_numba_cache, find_limit
 from tests.host.machines import make_host
 
 LIMITS = """\
@@ -56,7 +56,7 @@ def test_a_process_with_a_low_limit_is_told_so():
     code = (
         "import json, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
         "from meshwright.host import Host\n"
-        "from meshwright.host.limits import check_limits\n"
+        "from meshwright.host.host_checks import check_limits\n"
         "print(json.dumps([finding.as_row() for finding in check_limits(Host())]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.host.gpus import (
-    check_gpus,
-    describe_topology,
-    find_gpu_state,
-    parse_gpus,
-    parse_topology,
-    pcie_bytes_per_s,
-)
-from meshwright.host.host import NOT_FOUND, Host, Ran
-from meshwright.host.nics import check_nics, choose_nics, find_fabric, find_interfaces, parse_rate
+from meshwright.host import Host, find_gpu_state
+from meshwright.host.gpus import check_gpus, describe_topology, parse_gpus, parse_topology, pcie_bytes_per_s
+from meshwright.host.host import NOT_FOUND, Ran
+from meshwright.host.reach import check_nics, choose_nics, find_fabric, find_interfaces, parse_rate
 from tests.host.machines import (
     BRIDGED_TOPOLOGY,
     DGX_QUERY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.host import Host
-from meshwright.host.memory import check_memory, find_memory
+from meshwright.host.memory_limits import check_memory, find_memory
 from tests.host.machines import make_host
 
 GIB = 2**30
@@ -76,7 +76,7 @@ def test_no_temporary_folder_at_all_is_a_problem(tmp_path, monkeypatch):
     def none():
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr("meshwright.host.memory.tempfile.gettempdir", none)
+    monkeypatch.setattr("meshwright.host.memory_limits.tempfile.gettempdir", none)
     assert named(make_host(tmp_path, MEMINFO), "temporary folder").status == "problem"
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.host import Host
-from meshwright.host.cgroups import cgroup_folders
+from meshwright.host.memory_limits import cgroup_folders
 from meshwright.host.processor import check_processor, find_processor, parse_list
 from tests.host.machines import make_host
 

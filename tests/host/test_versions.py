@@ -10,7 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from meshwright.host import Host
-from meshwright.host.versions import check_versions, judge_version, lies_in_range
+from meshwright.host.host_checks import check_versions, judge_version, lies_in_range
 
 
 @pytest.mark.parametrize(

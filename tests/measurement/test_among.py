@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.measurement import among
+from meshwright.measurement import links as among
 
 
 class Clock:

@@ -15,7 +15,7 @@ from meshwright.measurement import (
     measure_device_optimizers,
     measure_device_table,
 )
-from meshwright.records.device_table import read_device_row
+from meshwright.records.one_device import read_device_row
 from meshwright.spec import MeasurementError
 from tests.measurement.clocks import FakeClock, HostClock
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.cost.collectives import fit_collectives
 from meshwright.measurement import measure_links
 from meshwright.measurement.links import list_places
-from meshwright.records.one_device import to_measurements
+from meshwright.records import to_measurements
 from meshwright.records.parquet import read_records
 from meshwright.spec.measurements import TransferKind
 from tests.processes import free_port

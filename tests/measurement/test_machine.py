@@ -7,7 +7,7 @@ import torch
 
 from meshwright.cost import CostModel
 from meshwright.measurement import measure_machine, merge_measurements
-from meshwright.measurement.optimizers import make_optimizer
+from meshwright.measurement.optimizer_timing import make_optimizer
 from meshwright.spec import (
     MeasurementError,
     Measurements,

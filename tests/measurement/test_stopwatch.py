@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from meshwright.measurement import clock, ops, stopwatch
-from meshwright.measurement.segments import Segment
+from meshwright.measurement import Segment
+from meshwright.measurement import clocks as clock
+from meshwright.measurement import clocks as stopwatch
+from meshwright.measurement import op_timing as ops
 from tests.measurement.sources import perceptron
 
 SECOND = 10**9

@@ -6,9 +6,8 @@ from dataclasses import fields
 
 from meshwright import planner
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Limits, Problem, within_budget
-from meshwright.planner.search import DEFAULT_METHOD
-from meshwright.spec.exchange import GradientExchange
+from meshwright.planner import DEFAULT_METHOD, Choices, Limits, Problem, within_budget
+from meshwright.spec import GradientExchange
 from meshwright.spec.scenario import Scenario
 
 _CHOICES = {item.name for item in fields(Choices)}

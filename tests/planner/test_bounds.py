@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.planner import Choices, Problem, compare_schedules
-from meshwright.planner.bounds import bound_space
+from meshwright.planner.step_bounds import bound_space
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Workload
 from tests.marks import examples

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from meshwright.planner import SearchState
 from meshwright.planner.climbing import climb, moved_boundaries
-from meshwright.planner.method import SearchState
 from meshwright.spec import StagePlan
 from tests.planner.test_search import cluster_of, search, weighted_graph
 

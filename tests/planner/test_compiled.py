@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner import Choices, Limits, Problem, evaluate_plan, replan, search_plans
-from meshwright.spec import Workload, load_shipped_graph
-from meshwright.spec.sharding import Sharding
+from meshwright.spec import Sharding, Workload, load_shipped_graph
 from tests.simulator.plans import fast_cluster
 
 GRAPH = load_shipped_graph("gpt2-small")

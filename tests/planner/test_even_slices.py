@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.even_slices import slice_evenly
+from meshwright.planner.rank_layouts import slice_evenly
 from tests.marks import examples
 
 

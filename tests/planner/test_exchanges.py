@@ -8,11 +8,9 @@ import pytest
 
 from meshwright import Plan, Workload, load_cluster
 from meshwright.planner import EXCHANGE_NAMES, compare_exchanges, cut_into_layers, follow_own_order
-from meshwright.planner.exchanges import PART_BYTES
+from meshwright.planner.exchange_search import PART_BYTES
 from meshwright.simulator import schedule_exchange, simulate_plan
-from meshwright.spec import Optimizer, PlanError, StagePlan
-from meshwright.spec.exchange import GradientExchange
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import GradientExchange, Optimizer, PlanError, StagePlan, load_shipped_graph
 from tests.graphs import chain_graph, make_plan
 from tests.simulator.exchanges import START_S, even_machines, layered_plan, simplified
 from tests.simulator.plans import FixedCost, small_cluster

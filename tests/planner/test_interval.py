@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.cost.table import ROOFLINE
+from meshwright.cost.op_estimates import ROOFLINE
 from meshwright.planner import explain_step_interval, predict_step_interval
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.planner import Choices, Problem, evaluate_plan, list_shardings
 from meshwright.planner.methods.grid import bound_grid
-from meshwright.planner.methods.grid.method import plans_of
-from meshwright.spec import MeshwrightError, Offload, Workload, load_cluster, load_shipped_graph
+from meshwright.planner.methods.grid.grid_method import plans_of
+from meshwright.spec import MeshwrightError, Offload, Optimizer, Workload, load_cluster, load_shipped_graph
 from meshwright.spec.sharding import UNSHARDED
-from meshwright.spec.workload import Optimizer
 from tests.planner.searching import solve
 
 GRAPHS = ("gpt-tiny", "llama-lora-tiny", "t5-tiny", "gnmt-tiny", "mixtral-tiny", "unet-tiny", "dlrm-tiny")

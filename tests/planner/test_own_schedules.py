@@ -12,7 +12,7 @@ from meshwright.cost.memory import MemoryLimit, count_phases
 from meshwright.planner import compare_schedules, schedule_rows
 from meshwright.planner.methods.slicing.assemble import assume_in_flight
 from meshwright.program import with_schedule
-from meshwright.simulator.buffers import MAX_GRADIENT_SENDS
+from meshwright.simulator.stage_bytes import MAX_GRADIENT_SENDS
 from meshwright.spec import (
     DeadlockError,
     Extent,

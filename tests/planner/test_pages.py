@@ -7,7 +7,8 @@ import re
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import pages, plans_document
+from meshwright.planner import plan_pages as pages
+from meshwright.planner import plans_document
 from meshwright.report.cells import format_cell
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Workload, load_cluster

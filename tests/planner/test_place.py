@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import Constraints, place
-from meshwright.planner.placing.constraints import find_choices
-from meshwright.planner.placing.earliest_finish import TaskCosts, schedule_tasks
-from meshwright.planner.placing.op_tasks import Tasks, find_tasks
+from meshwright.planner.placing.op_tasks import Tasks, find_choices, find_tasks
+from meshwright.planner.placing.placement_search import TaskCosts, schedule_tasks
 from meshwright.program import build_placed_program
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
-from meshwright.planner.layouts import Layout, find_places
+from meshwright.planner.rank_layouts import Layout, find_places
 from tests.planner.test_search import cluster_of
 
 

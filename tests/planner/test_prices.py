@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from meshwright.planner.prices import within_budget
+from meshwright.planner import within_budget
 from meshwright.simulator.scenarios import price_per_hour
 from meshwright.spec import PlanError, ScenarioError, load_cluster
 from meshwright.spec.scenario import Failures, Price, Scenario

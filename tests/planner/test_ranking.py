@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cost.memory import MEMORY_MARGIN, MemoryLimit
-from meshwright.planner.interval import StepInterval
+from meshwright.planner.evaluate import StepInterval
 from meshwright.planner.ranking import is_as_fast, layout_of, rank_plans
-from meshwright.spec import Workload, load_cluster
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from tests.planner.searching import search_plans
 
 GIB = 2**30

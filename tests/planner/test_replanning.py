@@ -6,10 +6,9 @@ from meshwright.cost import CostModel
 from meshwright.cost.without import without_devices
 from meshwright.planner import Limits, replan
 from meshwright.simulator.scenarios import apply_scenario
-from meshwright.spec import Offload, PlanError, Workload, check_plan, load_cluster, load_shipped_graph
+from meshwright.spec import Offload, PlanError, Sharding, Workload, check_plan, load_cluster, load_shipped_graph
 from meshwright.spec.scenario import Scenario, SlowLink
 from meshwright.spec.selectors import Links
-from meshwright.spec.sharding import Sharding
 from tests.planner.searching import search_plans
 from tests.planner.test_search import cluster_of, weighted_graph
 

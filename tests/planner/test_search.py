@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import Setting, evaluate_plan
-from meshwright.planner.methods.slicing.candidates import PlanCandidate
-from meshwright.planner.methods.slicing.method import choose
+from meshwright.planner.methods.slicing import PlanCandidate
+from meshwright.planner.methods.slicing.slicing_method import choose
 from meshwright.planner.ranking import MOST_DIFFERENCE, is_as_fast
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (

@@ -10,8 +10,8 @@ import pytest
 from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import Choices, Problem, evaluate_plan, find_shares, list_shardings
 from meshwright.planner.methods.grid import bound_grid
-from meshwright.planner.methods.grid.method import plans_of
-from meshwright.planner.shares import NOT_UNIFORM, shapley_values
+from meshwright.planner.methods.grid.grid_method import plans_of
+from meshwright.planner.plan_shares import NOT_UNIFORM, shapley_values
 from meshwright.spec import Offload, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.planner.searching import solve
 from tests.planner.test_search import cluster_of, weighted_graph

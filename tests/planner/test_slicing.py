@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem
-from meshwright.planner.methods.slicing.slicing import solve_slicing
+from meshwright.planner import SlicingProblem, solve_slicing
 from tests.marks import examples
 
 

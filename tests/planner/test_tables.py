@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.cost.memory.fullest import fullest
-from meshwright.planner.stage_tables import as_kept_least, make_tables
-from meshwright.planner.stage_tables.bytes import weigh_alone
-from meshwright.planner.stage_tables.rectangles import users
-from meshwright.planner.stage_tables.structure import find_structure
+from meshwright.cost.memory.ledger import fullest
+from meshwright.planner.stage_tables import as_kept_least, find_structure, make_tables, weigh_alone
+from meshwright.planner.stage_tables.structure import users
 from meshwright.spec import (
     Extent,
     Graph,
@@ -25,10 +23,10 @@ from meshwright.spec import (
     load_cluster,
     load_shipped_graph,
     read_recompute,
+    shipped_graphs,
     slice_graph,
     with_recompute,
 )
-from meshwright.spec.shipped import shipped_graphs
 from tests.graphs import chain_graph
 from tests.marks import examples, left_to_ci
 

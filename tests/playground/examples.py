@@ -21,7 +21,7 @@ def make_bench(clusters: dict[str, Cluster] | None = None) -> Workbench:
 
 def let_hosts_issue_at_once(monkeypatch) -> None:
     """So that devices and links alone decide, however small the model is."""
-    monkeypatch.setattr("meshwright.playground.scenario.load_cluster", fast_cluster)
+    monkeypatch.setattr("meshwright.playground.controls.load_cluster", fast_cluster)
 
 
 def make_state(**values) -> Controls:

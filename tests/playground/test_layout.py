@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.playground import state_of_plan
-from meshwright.playground.layout import make_plan, workload_of
+from meshwright.playground.controls import AS_PLANNED
 from meshwright.playground.opening import plan_key
-from meshwright.playground.state import AS_PLANNED
+from meshwright.playground.page_layout import make_plan, workload_of
 from meshwright.spec import (
     GradientExchange,
     Loader,

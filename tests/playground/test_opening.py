@@ -9,32 +9,32 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.planner import evaluate_plan, list_shardings
-from meshwright.playground import Controls, OfferedModel, Workbench, from_query, to_query
-from meshwright.playground.documents import answer_data
-from meshwright.playground.layout import make_plan as plan_of_state
-from meshwright.playground.opening import state_of_plan
-from meshwright.playground.state import AS_PLANNED
+from meshwright.playground import Controls, OfferedModel, Workbench, from_query, state_of_plan, to_query
+from meshwright.playground.controls import AS_PLANNED
+from meshwright.playground.page_layout import make_plan as plan_of_state
+from meshwright.playground.service import answer_data
 from meshwright.program import with_schedule
 from meshwright.spec import (
     GradientExchange,
     Loader,
+    Nvme,
     Offload,
     Optimizer,
     PlanError,
     PlaygroundError,
+    ScheduleReferenceError,
     Sharding,
     StagePlan,
     Workload,
     load_cluster,
+    load_shipped_graph,
+    read_offload,
     recompute_choices,
+    with_branches,
     write_document,
 )
-from meshwright.spec.drives import Nvme
-from meshwright.spec.errors import ScheduleReferenceError
 from meshwright.spec.made_with import MadeWith
-from meshwright.spec.offload import read_offload
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, with_branches
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.planner.searching import search_plans
 from tests.program.layouts import LAYOUTS, plan_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.playground.scenario import base_cluster, scenario_cost, scenario_of
+from meshwright.playground.controls import base_cluster, scenario_cost, scenario_of
 from meshwright.report import describe_scenario
 from meshwright.spec import PlaygroundError, load_cluster
 from tests.playground.examples import let_hosts_issue_at_once, make_bench, make_state

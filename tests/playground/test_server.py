@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.planner import predict_step_interval
 from meshwright.playground import PlaygroundServer, Service, from_query, to_query
-from meshwright.playground import server as server_module
+from meshwright.playground import page_server as server_module
 from meshwright.spec import Plan, PlaygroundError, decode_document
 from tests.playground.examples import make_bench, make_state
 

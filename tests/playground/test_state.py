@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.playground import Controls, from_query, to_query
-from meshwright.playground.state import LIMITS, MAX_QUERY_LENGTH, OFFLOAD_NAMES
+from meshwright.playground.controls import LIMITS, MAX_QUERY_LENGTH, OFFLOAD_NAMES
 from meshwright.spec import PlaygroundError
 from meshwright.spec.plan import SCHEDULE_NAMES
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.planner import evaluate_plan
-from meshwright.playground.documents import answer_data, pinned_data
-from meshwright.playground.scenario import base_cluster, scenario_cost
+from meshwright.playground.controls import base_cluster, scenario_cost
+from meshwright.playground.service import answer_data, pinned_data
 from meshwright.spec import MeshwrightError, Plan, decode_document
 from tests.marks import examples
 from tests.playground.examples import let_hosts_issue_at_once, make_bench, make_state

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.program.repeat import repeat_body
-from meshwright.spec.errors import DeadlockError, ProgramError
-from meshwright.spec.instructions import COLLECTIVES, RECEIVES, SENDS, Opcode, instruction_name
-from meshwright.spec.program import Program, Section
+from meshwright.program import repeat_body
+from meshwright.spec import DeadlockError, Opcode, Program, ProgramError, Section, instruction_name
+from meshwright.spec.instructions import COLLECTIVES, RECEIVES, SENDS
 
 # Opcode, group and bucket of a collective.
 _Kind = tuple[int, int, int]

@@ -21,9 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwright.zoo import load_shape
-from meshwright.zoo.gpt import GPT
-from meshwright.zoo.llama import Llama
+from meshwright.zoo import GPT, Llama, load_shape
 
 BATCH = 2
 

@@ -13,8 +13,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from meshwright.spec import Graph
-from meshwright.spec.sharding import Partial, Replicate, Shard
+from meshwright.spec import Graph, Partial, Replicate, Shard
 
 BATCH = 4
 # Where products have their bias.

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.capture import capture_model
-from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups, shard_graph
-from meshwright.spec.sharding import Sharding
+from meshwright.program import fsdp_collectives, padded_bytes, parameter_groups, shard_graph
+from meshwright.spec import Sharding
 from tests.processes import fork_prepared
 from tests.program.parallel_models import BATCH, make_batch, parallelize, small_shape
 from tests.program.recording import Recorder, SavedBytes

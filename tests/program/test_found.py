@@ -20,9 +20,8 @@ from meshwright.program import (
     with_schedule,
     write_orders,
 )
-from meshwright.program.found import make_problem
-from meshwright.program.list_scheduler import GreedyRule, write_greedily
-from meshwright.program.order_loops import Columns, play
+from meshwright.program.order_bounds import Columns, play
+from meshwright.program.order_search import GreedyRule, make_problem, write_greedily
 from meshwright.spec import Opcode, PlanError, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples

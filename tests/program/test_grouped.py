@@ -11,10 +11,9 @@ from running.shares import share_source
 from torch import nn
 
 from meshwright.capture import capture_model
-from meshwright.capture.grouped import grouped_mm
+from meshwright.capture.surroundings import grouped_mm
 from meshwright.program import check_configured_experts, lower_graph, shard_graph
-from meshwright.spec import PlanError, Shard, Sharding
-from meshwright.spec.graph import Extent
+from meshwright.spec import Extent, PlanError, Shard, Sharding
 
 EXPERTS, CHOSEN, TOKENS, WIDTH, HIDDEN = 8, 2, 6, 16, 24
 ROWS = CHOSEN * TOKENS

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.program import build_program, lower_graph, lower_plan
-from meshwright.spec import PlanError, content_hash, load_shipped_graph, read_recompute
-from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec import PlanError, Sharding, content_hash, load_shipped_graph, read_recompute
+from meshwright.spec.sharding import UNSHARDED
 from tests.graphs import make_plan
 
 GPT = load_shipped_graph("gpt-tiny")

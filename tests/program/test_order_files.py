@@ -21,10 +21,17 @@ from meshwright.program import (
     with_schedule,
     write_orders,
 )
-from meshwright.program.torch_csv import parse_lines
-from meshwright.spec import DeadlockError, Opcode, PlanError, ScheduleError, ScheduleReferenceError
-from meshwright.spec.codec import decode_document, encode_document
-from meshwright.spec.plan import Plan
+from meshwright.program.order_files import parse_lines
+from meshwright.spec import (
+    DeadlockError,
+    Opcode,
+    Plan,
+    PlanError,
+    ScheduleError,
+    ScheduleReferenceError,
+    decode_document,
+    encode_document,
+)
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples
 from tests.program.check import check_program

@@ -28,16 +28,17 @@ from meshwright.spec import (
     DeadlockError,
     Forward,
     Opcode,
+    Plan,
     PlanError,
     ScheduleError,
     ScheduleReferenceError,
+    StagePlan,
     Tensor,
+    Workload,
     content_hash,
     decode_document,
     encode_document,
 )
-from meshwright.spec.plan import Plan, StagePlan
-from meshwright.spec.workload import Workload
 from tests.marks import examples
 from tests.program.check import check_program
 from tests.program.own import ALL, pipeline, plan_with, write_schedule

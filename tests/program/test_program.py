@@ -14,7 +14,7 @@ from meshwright.program import (
     local_microbatches,
     max_in_flight,
 )
-from meshwright.runtime.rank_program import arrange_rank
+from meshwright.runtime import arrange_rank
 from meshwright.spec import (
     AllReduce,
     Backward,
@@ -25,6 +25,7 @@ from meshwright.spec import (
     Opcode,
     OptimizerStep,
     PlanError,
+    Program,
     ProgramError,
     Receive,
     Send,
@@ -32,7 +33,6 @@ from meshwright.spec import (
     encode_document,
     slice_graph,
 )
-from meshwright.spec.program import Program
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples
 from tests.program.check import check_program

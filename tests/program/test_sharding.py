@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from meshwright import capture_model
 from meshwright.program import shard_graph
 from meshwright.spec import (
+    Extent,
     OpPlacement,
     PlanError,
     Shard,
@@ -22,7 +23,6 @@ from meshwright.spec import (
     slice_graph,
     write_document,
 )
-from meshwright.spec.graph import Extent
 from meshwright.zoo import load_model, load_shape
 from tests.graphs import even_bounds
 

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.program.sharding import shard_graph
-from meshwright.spec import load_shipped_graph
-from meshwright.spec.sharding import Sharding
+from meshwright.program import shard_graph
+from meshwright.spec import Sharding, load_shipped_graph
 from tests.program.recording import Recorder
 
 SIZE, BATCH = 4, 2

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.program.sharding.dims import OpSplit, gradient_is_sum, op_dims
-from meshwright.program.sharding.table import operator_rows
+from meshwright.program.sharding.placement_table import operator_rows
 from tests.program.operator_cases import CASES, UNARY
 
 SIZE = 2

@@ -10,9 +10,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from meshwright import capture_model
-from meshwright.program.sharding import shard_graph
-from meshwright.spec import PlanError, load_shipped_graph
-from meshwright.spec.sharding import OpPlacement, Partial, Shard, Sharding
+from meshwright.program import shard_graph
+from meshwright.spec import OpPlacement, Partial, PlanError, Shard, Sharding, load_shipped_graph
 from tests.marks import examples
 from tests.program.random_graphs import random_graphs
 from tests.program.sharded_oracle import BATCH, initial_values, join, run_ranks, run_whole

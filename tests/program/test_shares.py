@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program import SCHEDULES, build_program, compute_orders, local_microbatches
-from meshwright.program.progress import play_orders
-from meshwright.spec import Opcode, Plan, PlanError, StagePlan, Workload, decode_document, encode_document
-from meshwright.spec.exchange import GradientExchange
+from meshwright.program.program_check import play_orders
+from meshwright.spec import (
+    GradientExchange,
+    Opcode,
+    Plan,
+    PlanError,
+    StagePlan,
+    Workload,
+    decode_document,
+    encode_document,
+)
 from tests.graphs import chain_graph
 from tests.marks import examples
 from tests.program.check import check_program

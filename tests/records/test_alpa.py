@@ -8,9 +8,9 @@ import types
 import numpy as np
 import pytest
 
-from meshwright.records.importing import import_file
+from meshwright.records import import_file
 from meshwright.spec import DocumentError
-from meshwright.validation.datasets import load_records
+from meshwright.validation import load_records
 
 
 class MeshProfilingResult:

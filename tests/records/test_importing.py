@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from meshwright.records.importing import import_file
+from meshwright.records import import_file
 from meshwright.records.parquet import write_records
 from meshwright.spec import DocumentError, Measurements, OpMeasurement, write_document
-from meshwright.validation.datasets import load_records
+from meshwright.validation import load_records
 from tests.records.test_table import some_records
 
 PROFILE = """\

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.records import concat_records, make_records, save_measurements
-from meshwright.records.one_device import from_measurements, to_measurements
+from meshwright.records import concat_records, from_measurements, make_records, save_measurements, to_measurements
 from meshwright.records.parquet import read_records, write_records
 from meshwright.spec import (
     MIN_SECONDS,

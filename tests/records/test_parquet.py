@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshwright.records import COLUMNS, make_records, parquet
-from meshwright.records.parquet import read_records, write_records
-from meshwright.records.parquet_pages import _pages
+from meshwright.records.parquet import _pages, read_records, write_records
 from meshwright.spec import DocumentError
 from tests.records.test_table import some_records
 

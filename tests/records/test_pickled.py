@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.records.importing import pickled
-from meshwright.records.importing.pickled import Pairs, PickledObject, load_pickle
+from meshwright.records.importing import alpa as pickled
+from meshwright.records.importing.alpa import Pairs, PickledObject, load_pickle
 from meshwright.spec import DocumentError
 
 CLASS = "some.tool.Result"

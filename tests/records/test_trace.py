@@ -6,8 +6,9 @@ import statistics
 
 import pytest
 
-from meshwright.records.device_table import device_row
-from meshwright.records.importing import import_file, trace
+from meshwright.records import import_file
+from meshwright.records.importing import read_records as trace
+from meshwright.records.one_device import device_row
 from meshwright.spec import DTYPE_BYTES, DocumentError
 
 

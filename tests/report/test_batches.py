@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.report import batch_rows, describe_latency, latency_rows, measurement_rows, measurement_table
-from meshwright.report.page.shown import shown_document
+from meshwright.report.page import shown_document
 from meshwright.spec import BatchMeasurement, Measurements
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.report.byte_rows import Number, TextChoice, render_lines
+from meshwright.report.perfetto import Number, TextChoice, render_lines
 
 numbers = st.one_of(st.integers(-(2**62), 2**62), st.sampled_from([0, 9999, 10_000, 100_000_000, 10**6, 10**6 - 1]))
 TEXTS = ("", "a", "eight by", "→ and more than eight bytes")

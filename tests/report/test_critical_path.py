@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from meshwright.report import explanation_rows, explanation_table
-from meshwright.report.critical_path import MAX_LINES, fold_path, path_rows
+from meshwright.report.critical_path_text import MAX_LINES, fold_path, path_rows
 from meshwright.spec import Opcode
 from tests.report.test_tables import broken_headings
 from tests.report.timelines import B, F, R, S, make_timeline

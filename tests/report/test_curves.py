@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from meshwright.report import draw_curves
-from meshwright.report.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from meshwright.report.curve_pictures import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 
 
 def points(svg):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.report import check_ranks, perfetto, write_trace
-from meshwright.report.transfer_pairs import pair_transfers
+from meshwright.report.perfetto import pair_transfers
 from meshwright.simulator import simulate_plan
 from meshwright.spec import DocumentError, Opcode, load_cluster
 from tests.graphs import chain_graph, even_bounds, make_plan

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.program import picture_schedule
 from meshwright.report import draw_schedule
-from meshwright.report.schedule_picture import COLOURS
+from meshwright.report.schedule_pictures import COLOURS
 from meshwright.spec import DocumentError, Opcode, instruction_name
 from tests.program.layouts import LAYOUTS, plan_of
 

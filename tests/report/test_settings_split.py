@@ -8,7 +8,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from meshwright.report.settings import SYSTEMS, export_orders, ranks_per_node, split
+from meshwright.report.settings import SYSTEMS, export_orders, ranks_per_node
+from meshwright.report.settings import settings as split
 from meshwright.spec import GradientExchange, Offload, OpPlacement, Optimizer, Plan, PlanError, Sharding, load_cluster
 from tests.report.plans import PLANS, SPLITS, plan_of, split_of
 from tests.report.test_settings import check_documented, export, export_or_none, flat

@@ -18,17 +18,17 @@ from meshwright.report import (
     compare_timelines,
     comparison_table,
     draw_grid,
+    fit_table,
     graph_table,
     make_table,
     measurement_table,
     plan_table,
+    plans_table,
     program_table,
     timeline_table,
 )
 from meshwright.report.cells import collapse_rows, format_cell, format_heading, format_ranges
-from meshwright.report.fit import fit_table
 from meshwright.report.narrow import NarrowTable, _lower
-from meshwright.report.plans import plans_table
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Measurements, OpMeasurement, load_cluster
 from tests.graphs import chain_graph, even_bounds, make_plan

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from meshwright.report import describe_workload, workload_row
-from meshwright.spec import Plan, StagePlan, Workload
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import Plan, StagePlan, Workload, load_shipped_graph
 
 
 def plan_of(name, **work):

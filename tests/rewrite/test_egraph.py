@@ -7,9 +7,8 @@ from meshwright.rewrite.calculus import Doubles, IllTypedError
 from meshwright.rewrite.egraph import EGraph
 from meshwright.rewrite.expressions import Name, value_of
 from meshwright.rewrite.fuzz import compute
-from meshwright.rewrite.matching import apply, directions, matches
+from meshwright.rewrite.matching import SaturationLimits, apply, directions, matches, saturate
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.saturate import SaturationLimits, saturate
 from meshwright.rewrite.terms import INPUT, TensorType, TermNode
 
 SHAPES = {"x": (2, 3), "y": (2, 3), "z": (2, 3), "v": (3, 4), "w": (3, 4)}

@@ -5,16 +5,19 @@ import pytest
 
 from meshwright.rewrite.calculus import Doubles
 from meshwright.rewrite.fuzz import compute, try_rule
-from meshwright.rewrite.generate.basis import commuting
-from meshwright.rewrite.generate.candidates import rule_of_candidate, unique_candidates
 from meshwright.rewrite.generate.domain import steps_for, usual_domain
 from meshwright.rewrite.generate.enumerate import enumerate_terms, hold_elsewhere
-from meshwright.rewrite.generate.generate import generate_rules
-from meshwright.rewrite.generate.readings import readings
+from meshwright.rewrite.generate.generate import (
+    commuting,
+    generate_rules,
+    readings,
+    rule_of_candidate,
+    unique_candidates,
+)
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import parse_rule_book, read_rule_book, shipped_rule_book, write_rule_book
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.special import Special, special_numbers
+from meshwright.rewrite.terms import Special, special_numbers
 from meshwright.spec import RewriteError
 
 ELSEWHERE = {"m": 3, "k": 4, "n": 2, "c": 5, "h": 5}

@@ -15,12 +15,12 @@ from torch import nn
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel
 from meshwright.rewrite.fx import read_captured, write_graph
+from meshwright.rewrite.matching import SaturationLimits
 from meshwright.rewrite.optimize import finite_names
 from meshwright.rewrite.rulebook import shipped_rule_book
-from meshwright.rewrite.saturate import SaturationLimits
 from meshwright.rewrite.search.call_costs import CallCosts
+from meshwright.rewrite.search.graph_search import GraphSpace
 from meshwright.rewrite.search.ruleset import shipped_rules
-from meshwright.rewrite.search.search import GraphSpace
 from meshwright.rewrite.terms import INPUT, OPAQUE
 from meshwright.spec import load_cluster
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.rewrite import importing  # noqa: F401  (declares operators)
-from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, PrimeField
-from meshwright.rewrite.calculus.fields import PRIME
+from meshwright.rewrite.calculus import PRIME, Arrays, Doubles, IllTypedError, PrimeField
 from meshwright.rewrite.operators import OPERATORS
 
 EPS = 1e-5

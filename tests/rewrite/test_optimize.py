@@ -13,20 +13,19 @@ from torch.utils import _pytree as pytree
 from meshwright import optimize
 from meshwright.capture import capture_model
 from meshwright.rewrite.fx import read_captured, write_graph
-from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS
+from meshwright.rewrite.fx.aten_in import CONVERTERS
+from meshwright.rewrite.fx.captured import Rewritten
 from meshwright.rewrite.fx.check import check_equal
 from meshwright.rewrite.fx.fold import fold_constants
-from meshwright.rewrite.fx.layout import channels_last
-from meshwright.rewrite.fx.module import Rewritten
+from meshwright.rewrite.fx.reading import channels_last
 from meshwright.rewrite.fx.saving import save_program
 from meshwright.rewrite.optimize import rewrite_model
-from meshwright.rewrite.report import operator_rows, report_page, rule_rows, summary
+from meshwright.rewrite.rewrite_report import operator_rows, report_page, rule_rows, summary
 from meshwright.rewrite.rulebook import BookRule, shipped_rule_book
 from meshwright.rewrite.rules import rule_of
+from meshwright.rewrite.search.call_costs import alternate
 from meshwright.rewrite.search.ruleset import guide
-from meshwright.rewrite.search.timing import alternate
-from meshwright.rewrite.special import Special
-from meshwright.rewrite.terms import Terms
+from meshwright.rewrite.terms import Special, Terms
 from meshwright.spec import RewriteError
 
 RULES = guide(shipped_rule_book("torch").rules)

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.rewrite.importing import read_rule_file, read_taso, read_unity
 from meshwright.rewrite.proofs import prove
-from meshwright.rewrite.rulefile import read_rules
+from meshwright.rewrite.rules import read_rules
 from meshwright.rewrite.verify import verify
 from meshwright.spec import RewriteError
 

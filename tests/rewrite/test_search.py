@@ -14,16 +14,13 @@ from meshwright.capture import capture_model
 from meshwright.cost import CostModel
 from meshwright.rewrite.egraph import EGraph
 from meshwright.rewrite.fx import read_captured
-from meshwright.rewrite.matching import directions
+from meshwright.rewrite.matching import SaturationLimits, directions, saturate
 from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.saturate import SaturationLimits, saturate
 from meshwright.rewrite.search.call_costs import CallCosts
-from meshwright.rewrite.search.extraction import extract, smallest
-from meshwright.rewrite.search.merging import Merging
-from meshwright.rewrite.search.options import ClassOptions
+from meshwright.rewrite.search.extraction import ClassOptions, extract, smallest
+from meshwright.rewrite.search.graph_search import GraphSpace, Merging, grow
 from meshwright.rewrite.search.ruleset import Guided, guide
-from meshwright.rewrite.search.search import GraphSpace, grow
 from meshwright.rewrite.terms import INPUT, TensorType, TermNode, Terms
 from meshwright.spec import load_cluster
 

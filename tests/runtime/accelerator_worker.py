@@ -139,8 +139,8 @@ def count_factories(model: FakeModel) -> int:
 def example_devices() -> Iterator[None]:
     """Parts keep the devices that the example batch had."""
     with (
-        patch("meshwright.capture.parts.bind_call", lambda _target, args, kwargs, _device: (args, kwargs)),
-        patch("meshwright.capture.rebuild.takes_device", lambda _function: False),
+        patch("meshwright.capture.module_parts.bind_call", lambda _target, args, kwargs, _device: (args, kwargs)),
+        patch("meshwright.capture.module_parts.takes_device", lambda _function: False),
     ):
         yield
 

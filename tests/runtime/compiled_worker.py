@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.runtime import arrange_rank, issue_order, open_session
-from meshwright.spec import GradientExchange, Plan, Sharding, StagePlan, Workload, read_recompute
-from meshwright.spec.instructions import COLLECTIVES, Opcode
+from meshwright.spec import GradientExchange, Opcode, Plan, Sharding, StagePlan, Workload, read_recompute
+from meshwright.spec.instructions import COLLECTIVES
 from meshwright.training.trainer import Losses
 from meshwright.zoo import load_model
 from tests.rank_results import write_results

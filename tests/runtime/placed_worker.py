@@ -17,10 +17,8 @@ from torch.utils import _pytree as pytree
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.planner import Constraints, place
-from meshwright.planner.placing.constraints import find_choices
-from meshwright.planner.placing.earliest_finish import order_tasks
-from meshwright.planner.placing.op_tasks import find_tasks
-from meshwright.planner.placing.search import cut_stages
+from meshwright.planner.placing.op_tasks import find_choices, find_tasks
+from meshwright.planner.placing.placement_search import cut_stages, order_tasks
 from meshwright.program import build_placed_program
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import Opcode, Placement, Workload, decode_document, encode_document

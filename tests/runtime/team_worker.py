@@ -12,18 +12,24 @@ import torch
 import torch.distributed as dist
 
 from meshwright.capture import flatten_batch
-from meshwright.program import gradient_buckets
-from meshwright.program.expansion import Expansion
-from meshwright.program.lowering import lower_plan
-from meshwright.program.parts import cut_parts
-from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups
+from meshwright.program import fsdp_collectives, gradient_buckets, lower_plan, padded_bytes, parameter_groups
+from meshwright.program.buckets import cut_parts
+from meshwright.program.collective_expansion import Expansion
 from meshwright.runtime import microbatch_seed, open_session
-from meshwright.spec import GradientExchange, Offload, Optimizer, Plan, StagePlan, Workload, slice_graph
-from meshwright.spec.instructions import Backward, Forward
-from meshwright.spec.recompute_words import read_recompute
+from meshwright.spec import (
+    Backward,
+    Forward,
+    GradientExchange,
+    Offload,
+    Optimizer,
+    Plan,
+    StagePlan,
+    Workload,
+    read_recompute,
+    slice_graph,
+)
 from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
-from meshwright.training.state import gather_state
-from meshwright.training.trainer import Losses
+from meshwright.training.trainer import Losses, gather_state
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshwright.runtime import with_clipping
-from meshwright.runtime.clipping import NormClip
-from meshwright.runtime.teams import TeamPosition
+from meshwright.runtime.optimizer_steps import NormClip
+from meshwright.runtime.teams.grid import TeamPosition
 from meshwright.spec import GradientExchange, PlanError
 from tests.graphs import chain_graph, even_bounds, make_plan
 

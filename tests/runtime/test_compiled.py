@@ -11,8 +11,9 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from meshwright.capture import capture_model, part
-from meshwright.runtime.compiling import Compilation, compile_units
-from meshwright.runtime.recompute import checkpoint_ranges
+from meshwright.runtime import Compilation
+from meshwright.runtime.checkpointing import checkpoint_ranges
+from meshwright.runtime.compiling import compile_units
 from meshwright.spec import compiled_units
 from tests.rank_results import read_results
 from tests.runtime.compiled_worker import CASES

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.spec import Plan, StagePlan, Timeline, Workload, read_document, write_document
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import Plan, StagePlan, Timeline, Workload, load_shipped_graph, read_document, write_document
 from meshwright.training import Job, check_losses, run_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed, pytest.mark.timeout(300)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.runtime.held import replace_held
+from meshwright.runtime.local_models import replace_held
 
 
 def test_what_several_modules_hold_stays_one_and_parameters_stay_parameters():

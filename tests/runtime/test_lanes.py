@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.program import build_program
-from meshwright.runtime.pending import WaitedOnce
-from meshwright.runtime.rank_program import arrange_rank
-from meshwright.runtime.transport import Behind
+from meshwright.runtime import arrange_rank
+from meshwright.runtime.transport import Behind, WaitedOnce
 from meshwright.simulator import simulate_plan
-from meshwright.spec import GradientExchange, Opcode
-from meshwright.spec.instructions import AllReduce, ReduceScatter
+from meshwright.spec import AllReduce, GradientExchange, Opcode, ReduceScatter
 from tests.graphs import chain_graph, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

@@ -17,16 +17,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.capture import capture_model, flatten_batch
-from meshwright.host.drives import Drive
-from meshwright.host.host import Host
-from meshwright.host.memory import Memory
+from meshwright.host import Host
+from meshwright.host.memory_limits import Drive, Memory
 from meshwright.program import count_host_needs
 from meshwright.runtime import open_session
-from meshwright.runtime.offload import room
-from meshwright.runtime.offload.drives import PAGE_BYTES, DriveFile
-from meshwright.runtime.offload.memory import HostMemory
-from meshwright.runtime.offload.streams import HostStreams
-from meshwright.runtime.offload.updates import use_fused
+from meshwright.runtime.offload import pinned_memory as room
+from meshwright.runtime.offload.copy_streams import HostStreams
+from meshwright.runtime.offload.pinned_memory import PAGE_BYTES, DriveFile, HostMemory
+from meshwright.runtime.offload.states import use_fused
 from meshwright.runtime.rank_program import HostItem
 from meshwright.spec import GradientExchange, Offload, Plan, PlanError, RunError, StagePlan, Workload
 from meshwright.spec.offload_instructions import CopyDown, CopyUp, SavedDown, SavedUp
@@ -233,7 +231,7 @@ def test_a_file_gives_back_what_was_written(tmp_path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from meshwright.runtime.offload.drives import DriveFile
+from meshwright.runtime.offload.pinned_memory import DriveFile
 file = DriveFile(Path(sys.argv[1]), 2**22)
 print("there", flush=True)
 time.sleep(60)

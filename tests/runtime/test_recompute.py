@@ -14,10 +14,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.capture import capture_model, part
-from meshwright.runtime.recompute import checkpoint_ranges
-from meshwright.spec import PlanError, slice_graph
-from meshwright.spec.recompute import ATTENTION, Recompute, computed_again, recompute_layers, with_recompute
-from meshwright.spec.recompute_words import read_recompute, recompute_choices
+from meshwright.runtime.checkpointing import checkpoint_ranges
+from meshwright.spec import (
+    PlanError,
+    Recompute,
+    computed_again,
+    read_recompute,
+    recompute_choices,
+    recompute_layers,
+    slice_graph,
+    with_recompute,
+)
+from meshwright.spec.recompute import ATTENTION
 from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import MODELS, Case
 from tests.runtime.recompute_worker import CASES, all_cases, main_cases

@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.runtime import open_session
-from meshwright.runtime.sharded_optimizer import check_elementwise
+from meshwright.runtime.optimizer_steps import check_elementwise
 from meshwright.spec import PlanError, StagePlan
 from tests.rank_results import read_results
 from tests.runtime.shared_states_worker import Blocks, capture, plan_of

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.capture import capture_model, part
-from meshwright.runtime.split_backward import SplitPart
-from meshwright.runtime.stage import stage_feeds, stage_fetches
+from meshwright.runtime.stage_module import SplitPart, stage_feeds, stage_fetches
 from meshwright.spec import slice_graph
 from tests.runtime.models import MODELS, Case
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright.program import build_program, num_filling_steps
-from meshwright.runtime.rank_program import arrange_rank
-from meshwright.runtime.steps import EndlessSteps
-from meshwright.spec import RunError
-from meshwright.spec.instructions import Forward
+from meshwright.runtime import arrange_rank
+from meshwright.runtime.session import EndlessSteps
+from meshwright.spec import Forward, RunError
 from tests.graphs import chain_graph, even_bounds, make_plan
 
 

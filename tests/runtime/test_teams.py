@@ -12,10 +12,10 @@ from torch import nn
 
 from meshwright.capture import capture_model
 from meshwright.runtime.stage_steps import own_optimizer
-from meshwright.runtime.teams import TeamPosition, local_model
-from meshwright.runtime.teams.grid import AxisGroup
-from meshwright.runtime.teams.operators import Attend
+from meshwright.runtime.teams.grid import AxisGroup, TeamPosition
+from meshwright.runtime.teams.local_parts import local_model
 from meshwright.runtime.teams.shares import Cut
+from meshwright.runtime.teams.team_operators import Attend
 from meshwright.spec import Op, Plan, PlanError, Sharding, StagePlan, Workload, slice_graph
 from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import GPT

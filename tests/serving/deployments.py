@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshwright.serving import POLICY_NAMES
 from meshwright.spec import Deployment, Gamma, Latency, Outage, Poisson, ServedModel, Straggler
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 from tests.marks import left_to_ci
 
 # A policy takes ten to twenty seconds to compile: `make test` simulates these, and clockwork where models are loaded.

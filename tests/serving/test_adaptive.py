@@ -23,12 +23,11 @@ from meshwright.serving.policies.adaptive import (
     shadow_of,
 )
 from meshwright.serving.policies.deferred import Deferred, admit_request
-from meshwright.serving.policies.heaps import lay_heap, least_of
 from meshwright.serving.policies.pool import MEAN, NEVER, NUM_DROPPED, NUM_QUEUED, OWN, PARTS, SLOWNESS, TARGET, USUAL
-from meshwright.serving.policies.queues import clear, come_up, rest
-from meshwright.serving.simulation import simulate
+from meshwright.serving.policies.queues import clear, come_up, lay_heap, least_of, rest
+from meshwright.serving.simulation import simulate_serving as simulate
 from meshwright.spec import Deployment, Trace
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 from tests.marks import examples
 from tests.serving.deployments import deployments, model, one_model
 

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.serving import find_capacity, load_policy, simulate_deployment
 from meshwright.serving.policies import pool, queues
-from meshwright.serving.policies.slowness import observe, trust
+from meshwright.serving.policies.ordering import observe, trust
 from meshwright.spec import Deployment, ServingError, Straggler, Trace
 from tests.marks import left_to_ci
 from tests.serving.deployments import model, one_model

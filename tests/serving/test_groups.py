@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.serving import draw_arrivals, load_policy, simulate_deployment
-from meshwright.serving.simulation.groups import split_groups
+from meshwright.serving.simulation.simulate_serving import split_groups
 from meshwright.spec import Deployment, Group, Outage, ServingError, Straggler, Trace
 from tests.marks import left_to_ci
 from tests.serving.deployments import deployments, model, models

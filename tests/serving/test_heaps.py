@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.serving.policies.heaps import (
+from meshwright.serving.policies.queues import (
     cells_of_heap,
     first_of,
     is_in,

@@ -13,8 +13,8 @@ from meshwright.serving.arrivals import draw_arrivals
 from meshwright.serving.policies.pool import DECISION_FIELDS, DROP, NUM_DECISIONS, PREEMPT, RUN, columns
 from meshwright.serving.policies.sharding import policy as sharded
 from meshwright.serving.policies.sharding.policy import Sharded
-from meshwright.serving.simulation import simulate
-from meshwright.serving.simulation.engine import simulate_plainly
+from meshwright.serving.simulation import simulate_serving as simulate
+from meshwright.serving.simulation.serving_engine import simulate_plainly
 from meshwright.spec import Deployment, Outage
 from tests.marks import examples
 from tests.serving.deployments import deployments, every_policy, model

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.serving import load_policy, simulate_deployment, take_latencies
-from meshwright.serving.simulation.simulate import batch_nanoseconds
+from meshwright.serving.simulation.simulate_serving import batch_nanoseconds
 from meshwright.spec import (
     BatchMeasurement,
     Deployment,

@@ -18,7 +18,7 @@ from meshwright.serving import (
     place_models,
     simulate_deployment,
 )
-from meshwright.serving.placement.place import pack_models, replicate_models
+from meshwright.serving.placement.model_placement import pack_models, replicate_models
 from meshwright.spec import Deployment, Diurnal, Group, Poisson, ServingError, Straggler
 from tests.marks import examples
 from tests.serving.deployments import model, models

@@ -20,7 +20,7 @@ from meshwright.serving import (
     split_time,
     throughput,
 )
-from meshwright.serving.query_trees import call_rates
+from meshwright.serving.expansion import call_rates
 from meshwright.spec import Deployment, Latency, ModelCall, Poisson, Query, ServingError
 from tests.marks import examples
 from tests.serving.deployments import model

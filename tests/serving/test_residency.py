@@ -12,7 +12,7 @@ from meshwright.serving.policies.pool import LOAD, NEVER, RUN, UNLOAD
 from meshwright.serving.policies.residency import PARTS, Weights
 from meshwright.serving.simulation.weights import check_there, empty_memory, find_weights, move_weights
 from meshwright.spec import Deployment, Group, Outage, Poisson, Scaling, ServingError, Trace
-from meshwright.spec.quantities import Bytes, Seconds
+from meshwright.spec.units import Bytes, Seconds
 from tests.marks import examples
 from tests.serving.deployments import deployments, model
 from tests.serving.test_engine import same

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.serving import POLICY_NAMES, devices_for, find_capacity, find_goodput, load_policy, simulate_deployment
 from meshwright.serving.arrivals import draw_arrivals
-from meshwright.serving.policies.pool import NUM_DROPPED, RUN, columns
-from meshwright.serving.policies.queues import come_up, enter, rest
-from meshwright.serving.policies.scaling import (
+from meshwright.serving.policies.autoscaling import (
     DISPERSION,
     WANTED,
     allocate_scaler,
@@ -21,8 +19,11 @@ from meshwright.serving.policies.scaling import (
     staggered_devices,
     wanted_devices,
 )
+from meshwright.serving.policies.pool import NUM_DROPPED, RUN, columns
+from meshwright.serving.policies.queues import come_up, enter, rest
 from meshwright.serving.server.servable import check_served
-from meshwright.serving.simulation.simulate import latency_table, make_pool
+from meshwright.serving.simulation import latency_table
+from meshwright.serving.simulation.simulate_serving import make_pool
 from meshwright.spec import (
     Deployment,
     Diurnal,
@@ -35,7 +36,7 @@ from meshwright.spec import (
     Straggler,
     Trace,
 )
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 from tests.marks import examples, left_to_ci
 from tests.serving.deployments import deployments, model, models, one_model
 from tests.serving.test_invariants import Recorder, check, patched  # noqa: F401  (a fixture)

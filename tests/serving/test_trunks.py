@@ -16,7 +16,7 @@ from meshwright.serving import (
     load_policy,
     share_trunk,
 )
-from meshwright.serving.trunks import shared_latency
+from meshwright.serving.expansion import shared_latency
 from meshwright.spec import Deployment, Head, Latency, Poisson, ServedModel, ServingError, Trunk
 from tests.serving.deployments import model
 

@@ -10,13 +10,13 @@ from meshwright.spec import (
     DeviceGroup,
     DeviceKind,
     Extent,
+    GradientExchange,
     Link,
     Node,
     Optimizer,
     StagePlan,
+    load_shipped_graph,
 )
-from meshwright.spec.exchange import GradientExchange
-from meshwright.spec.shipped import load_shipped_graph
 from tests.graphs import make_plan
 
 COMPUTE_S, START_S = 0.3, 100e-6

@@ -8,9 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.spec import Cluster, DeviceGroup, Workload
-from meshwright.spec.exchange import GradientExchange
-from meshwright.spec.plan import Plan, StagePlan
+from meshwright.spec import Cluster, DeviceGroup, GradientExchange, Plan, StagePlan, Workload
 from tests.graphs import chain_graph, even_bounds
 from tests.simulator.plans import FixedCost, small_cluster
 

@@ -11,8 +11,7 @@ from meshwright.cost import CostModel
 from meshwright.program import build_program
 from meshwright.simulator import estimate_program, simulate_plan
 from meshwright.simulator.routes import Routes
-from meshwright.spec import Link, Opcode, PlanError, load_cluster
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import GradientExchange, Link, Opcode, PlanError, load_cluster
 from tests.graphs import chain_graph, make_plan
 from tests.program.check import check_program
 from tests.simulator.plans import small_cluster

@@ -8,17 +8,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.cost.memory import backend_of, weigh_stage
-from meshwright.cost.memory.shared_units import SharedUnit, SharedUnits
+from meshwright.cost.memory import SharedUnit, SharedUnits, backend_of, weigh_stage
 from meshwright.program import build_program, gradient_buckets
-from meshwright.program.transfers import RECEIVE_LOOKAHEAD
+from meshwright.program.stage_transfers import RECEIVE_LOOKAHEAD
 from meshwright.simulator import allocate_rank, simulate_plan
-from meshwright.simulator.allocation import MAX_VISITS, repeat_free, trace_rank
-from meshwright.simulator.buffers import MAX_GRADIENT_SENDS, compute_orders
+from meshwright.simulator.rank_allocation import MAX_VISITS, repeat_free, trace_rank
+from meshwright.simulator.stage_bytes import MAX_GRADIENT_SENDS, compute_orders
 from meshwright.simulator.state_shards import find_shards
-from meshwright.spec import GradientExchange, Opcode, Workload, load_cluster, load_shipped_graph, slice_graph
+from meshwright.spec import (
+    GradientExchange,
+    Opcode,
+    Workload,
+    load_cluster,
+    load_shipped_graph,
+    shipped_graphs,
+    slice_graph,
+)
 from meshwright.spec.memory import BUCKETS, GRADIENTS, OPTIMIZER, WORKSPACE
-from meshwright.spec.shipped import shipped_graphs
 from tests.graphs import make_plan
 from tests.marks import left_to_ci
 

@@ -8,8 +8,7 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.program import build_program, gradient_buckets, lower_plan
-from meshwright.simulator import simulate_plan
-from meshwright.simulator.program_estimate import estimate_program
+from meshwright.simulator import estimate_program, simulate_plan
 from meshwright.spec import (
     GradientExchange,
     Plan,

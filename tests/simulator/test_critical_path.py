@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.simulator.critical_path import Bound, find_critical_path
+from meshwright.simulator import Bound
+from meshwright.simulator.critical_path import find_critical_path
 from meshwright.simulator.network import awaited_instructions, collectives, durations
 from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.simulation import step_window

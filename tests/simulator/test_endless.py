@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program import build_program
-from meshwright.report.transfer_pairs import pair_transfers
-from meshwright.simulator import explain_step, simulate_plan, simulate_program
-from meshwright.simulator.program_estimate import estimate_program
+from meshwright.report.perfetto import pair_transfers
+from meshwright.simulator import estimate_program, explain_step, simulate_plan, simulate_program
 from meshwright.spec import Opcode
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 from tests.marks import examples

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.program import build_program, gradient_buckets
-from meshwright.program.priorities import ReadyPart, order_parts
+from meshwright.program import ReadyPart, build_program, gradient_buckets, order_parts
 from meshwright.simulator import estimate_program, schedule_exchange, simulate_plan, simulate_program
-from meshwright.spec import Opcode, PlanError
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import GradientExchange, Opcode, PlanError
 from tests.graphs import chain_graph
 from tests.marks import examples
 from tests.program.check import check_program

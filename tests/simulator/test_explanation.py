@@ -18,11 +18,10 @@ from meshwright.simulator import (
     simulate_plan,
     simulate_program,
 )
-from meshwright.simulator.levers import shorten
+from meshwright.simulator.critical_path import shorten
 from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.unroll import unroll
-from meshwright.spec import Opcode
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import GradientExchange, Opcode
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples
 from tests.simulator.builders import random_program

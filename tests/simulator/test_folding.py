@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshwright.simulator.plan as simulate
+import meshwright.simulator.plan_simulation as simulate
 from meshwright.cost import CostModel
 from meshwright.program import with_schedule
 from meshwright.simulator import explain_step, simulate_plan
-from meshwright.simulator.folding import find_fold
+from meshwright.simulator.pipeline_alike import find_fold
 from meshwright.spec import GradientExchange, Opcode, PlanError, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph, even_bounds
 from tests.graphs import make_plan as chain_plan

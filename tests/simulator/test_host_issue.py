@@ -14,14 +14,21 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.cost.host_issue import host_factor, load_host_calls
 from meshwright.program import gradient_buckets
-from meshwright.simulator import describe_steady_step, explain_step, simulate_plan, simulate_program
-from meshwright.simulator.critical_path import Bound, find_critical_path
+from meshwright.simulator import (
+    Bound,
+    describe_steady_step,
+    estimate_program,
+    explain_step,
+    simulate_plan,
+    simulate_program,
+)
+from meshwright.simulator.critical_path import find_critical_path
 from meshwright.simulator.engine import run_network
 from meshwright.simulator.host_issue import issued_run, with_faster_hosts
 from meshwright.simulator.network import durations, with_durations
-from meshwright.simulator.plan import program_of
+from meshwright.simulator.plan_simulation import program_of
 from meshwright.simulator.program_costs import IssueCosts
-from meshwright.simulator.program_estimate import estimate_program, place_of_backward
+from meshwright.simulator.program_estimate import place_of_backward
 from meshwright.simulator.simulate import run_program, run_unrolled
 from meshwright.simulator.span_parts import SpanParts, issue_parts, list_parts
 from meshwright.simulator.stage_costs import op_seconds

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.simulator import host_time, simulate, simulate_plan
-from meshwright.spec.exchange import GradientExchange
+from meshwright.simulator import simulate, simulate_plan
+from meshwright.simulator import simulate as host_time
+from meshwright.spec import GradientExchange
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program import build_program
-from meshwright.simulator import simulate_plan, simulate_program
-from meshwright.simulator.program_estimate import estimate_program
+from meshwright.simulator import estimate_program, simulate_plan, simulate_program
 from meshwright.spec import Loader, Opcode, PlanError
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import explain_step, simulate_plan
-from meshwright.spec import Opcode, PlanError
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import GradientExchange, Opcode, PlanError
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
 from tests.program.check import check_program

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.simulator.memory import follow_memory
+from meshwright.simulator.simulate import follow_memory
 from tests.marks import examples
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshwright.simulator.plan as simulated
+import meshwright.simulator.plan_simulation as simulated
 from meshwright.program import build_program, parameter_groups
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.state_shards import StateShards, gather_waits
@@ -23,13 +23,13 @@ from meshwright.spec import (
     Offload,
     Opcode,
     PlanError,
+    Sharding,
     StagePlan,
     load_cluster,
     load_shipped_graph,
     read_offload,
     slice_graph,
 )
-from meshwright.spec.sharding import Sharding
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
 from tests.program.check import check_program

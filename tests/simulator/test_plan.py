@@ -13,8 +13,7 @@ from meshwright.cost import StageMemory
 from meshwright.cost.memory import count_phases
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import estimate_program, simulate_plan, simulate_program
-from meshwright.spec import Opcode, PlanError, slice_graph
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import GradientExchange, Opcode, PlanError, slice_graph
 from meshwright.spec.memory import SAVED, SENT
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.marks import examples

@@ -9,8 +9,7 @@ import pytest
 
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import estimate_program, simulate_program
-from meshwright.spec import Cluster, DeviceGroup, Opcode, ProgramError, slice_graph
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import Cluster, DeviceGroup, GradientExchange, Opcode, ProgramError, slice_graph
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, exact_costs, small_cluster
 

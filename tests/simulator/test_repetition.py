@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-import meshwright.simulator.plan as simulate
+import meshwright.simulator.plan_simulation as simulate
 from meshwright.program import build_program
 from meshwright.simulator import estimate_program, simulate_plan
-from meshwright.simulator.plan import step_distance
+from meshwright.simulator.plan_simulation import step_distance
 from meshwright.simulator.simulate import run_program
 from tests.graphs import chain_graph
 from tests.marks import examples

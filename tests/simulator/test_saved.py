@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshwright.simulator.plan as simulated
+import meshwright.simulator.plan_simulation as simulated
 from meshwright.cost.memory import find_away, weigh_stage
-from meshwright.cost.memory.sizes import measure_tensors
+from meshwright.cost.memory.kept import measure_tensors
 from meshwright.program import build_program, max_in_flight
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
@@ -25,11 +25,11 @@ from meshwright.spec import (
     Workload,
     load_cluster,
     load_shipped_graph,
+    recompute_choices,
     slice_graph,
+    with_recompute,
 )
 from meshwright.spec.memory import GRADIENTS
-from meshwright.spec.recompute import with_recompute
-from meshwright.spec.recompute_words import recompute_choices
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
 from tests.program.check import check_program

@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.simulator import simulate_plan
-from meshwright.simulator.plan import program_of
-from meshwright.simulator.program_estimate import estimate_program
+from meshwright.simulator import estimate_program, simulate_plan
+from meshwright.simulator.plan_simulation import program_of
 from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, has_jitter
-from meshwright.simulator.scenarios.noise import draw_factors, jitter_factors
+from meshwright.simulator.scenarios.run import draw_factors, jitter_factors
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import MeshwrightError, Opcode, ProgramError
-from meshwright.spec.quantities import BytesPerSecond, Seconds
 from meshwright.spec.scenario import Jitter, Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
+from meshwright.spec.units import BytesPerSecond, Seconds
 from tests.simulator.plans import fast_cluster, small_cluster
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 

@@ -11,9 +11,9 @@ from meshwright.cost.without import without_devices
 from meshwright.planner import replan_seconds
 from meshwright.simulator.scenarios import apply_scenario, simulate_scenario
 from meshwright.spec import ScenarioError
-from meshwright.spec.quantities import Seconds
 from meshwright.spec.scenario import Checkpoints, Jitter, LostDevice, OtherDevice, Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
+from meshwright.spec.units import Seconds
 from tests.planner.searching import search_plans
 from tests.simulator.plans import fast_cluster
 from tests.simulator.test_scenario_machines import GRAPH, plan_on

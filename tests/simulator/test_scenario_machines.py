@@ -23,7 +23,6 @@ from meshwright.spec import (
     TransferMeasurement,
     Workload,
 )
-from meshwright.spec.quantities import Bytes, BytesPerSecond, Seconds
 from meshwright.spec.scenario import (
     DeviceMemory,
     Jitter,
@@ -36,6 +35,7 @@ from meshwright.spec.scenario import (
     compose,
 )
 from meshwright.spec.selectors import Devices, Links
+from meshwright.spec.units import Bytes, BytesPerSecond, Seconds
 from tests.graphs import chain_graph
 from tests.simulator.plans import fast_cluster, small_cluster
 from tests.simulator.test_routes import links_of

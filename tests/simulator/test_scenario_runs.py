@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.simulator.scenarios import simulate_scenario
-from meshwright.simulator.scenarios.failures import Failure, failures_of, mean_time_to_failure
 from meshwright.simulator.scenarios.forecast import (
     best_interval,
     daly_interval,
@@ -20,11 +19,18 @@ from meshwright.simulator.scenarios.forecast import (
     saved_bytes,
     young_interval,
 )
-from meshwright.simulator.scenarios.run import Saving, StepStretch, follow_run
+from meshwright.simulator.scenarios.run import (
+    Failure,
+    Saving,
+    StepStretch,
+    failures_of,
+    follow_run,
+    mean_time_to_failure,
+)
 from meshwright.spec import ScenarioError, load_shipped_graph
-from meshwright.spec.quantities import BytesPerSecond, Seconds
 from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Price, Scenario, SlowDevice
 from meshwright.spec.selectors import Devices
+from meshwright.spec.units import BytesPerSecond, Seconds
 from tests.marks import examples
 from tests.simulator.oracle_runs import RunBySeconds
 from tests.simulator.plans import fast_cluster

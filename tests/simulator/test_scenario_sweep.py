@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.simulator.scenarios import change_case, read_parameter, read_values, simulate_scenario, sweep_cases
 from meshwright.spec import MeshwrightError
-from meshwright.spec.quantities import BytesPerSecond
 from meshwright.spec.scenario import Jitter, Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
+from meshwright.spec.units import BytesPerSecond
 from tests.simulator.plans import fast_cluster
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 

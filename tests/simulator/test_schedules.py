@@ -9,8 +9,7 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.program import build_program
-from meshwright.simulator import simulate_plan
-from meshwright.simulator.program_estimate import estimate_program
+from meshwright.simulator import estimate_program, simulate_plan
 from meshwright.simulator.stage_costs import weights_share
 from meshwright.spec import Extent, Op, Opcode, Tensor
 from tests.program.layouts import LAYOUTS, plan_of

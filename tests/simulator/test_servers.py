@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program import build_program, gradient_buckets
-from meshwright.program.servers import assign_parts, server_shares
+from meshwright.program.gradient_exchange import assign_parts, server_shares
 from meshwright.simulator import estimate_program, simulate_plan, simulate_program
-from meshwright.spec import Opcode, PlanError
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import GradientExchange, Opcode, PlanError
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
 from tests.program.check import check_program

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import estimate_program, simulate_plan
-from meshwright.spec import Opcode, PlanError, ProgramError
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import GradientExchange, Opcode, PlanError, ProgramError
 from tests.graphs import chain_graph, make_plan
 from tests.marks import examples
 from tests.program.check import check_program

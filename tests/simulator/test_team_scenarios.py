@@ -9,12 +9,10 @@ import pytest
 from meshwright.cost import CostModel
 from meshwright.program import build_program
 from meshwright.simulator import estimate_program, simulate_plan
-from meshwright.simulator.scenarios import JitteredSteps, apply_scenario
-from meshwright.simulator.scenarios.bill import price_per_hour
-from meshwright.spec import PlanError, load_shipped_graph, read_recompute
+from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, price_per_hour
+from meshwright.spec import PlanError, Sharding, load_shipped_graph, read_recompute
 from meshwright.spec.scenario import Jitter, Price, Scenario, SlowDevice
 from meshwright.spec.selectors import Devices
-from meshwright.spec.sharding import Sharding
 from tests.graphs import make_plan
 from tests.simulator.plans import fast_cluster
 from tests.simulator.test_scenario_jitter import largest_factor

@@ -12,10 +12,16 @@ from meshwright.program import lower_graph
 from meshwright.simulator import form_teams, simulate_plan
 from meshwright.simulator.stage_costs import stage_costs
 from meshwright.simulator.state_shards import StateShards, gather_waits
-from meshwright.spec import PlanError, computed_again, load_shipped_graph, read_recompute, slice_graph
-from meshwright.spec.exchange import GradientExchange
+from meshwright.spec import (
+    GradientExchange,
+    PlanError,
+    Sharding,
+    computed_again,
+    load_shipped_graph,
+    read_recompute,
+    slice_graph,
+)
 from meshwright.spec.memory import MEMORY_PARTS, PARAMETERS
-from meshwright.spec.sharding import Sharding
 from tests.graphs import make_plan
 from tests.simulator.plans import fast_cluster
 

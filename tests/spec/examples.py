@@ -26,6 +26,7 @@ from meshwright.spec import (
     Op,
     Opcode,
     OpMeasurement,
+    OpPlacement,
     Optimizer,
     OptimizerMeasurement,
     Outage,
@@ -38,6 +39,7 @@ from meshwright.spec import (
     Section,
     ServedModel,
     Server,
+    Sharding,
     StagePlan,
     Straggler,
     Stream,
@@ -52,8 +54,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.cluster import NodePath, Racks
 from meshwright.spec.made_with import MadeWith
-from meshwright.spec.quantities import Bytes, Seconds
-from meshwright.spec.sharding import OpPlacement, Sharding
+from meshwright.spec.units import Bytes, Seconds
 
 LINK = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.spec import GradientExchange, GraphError, StagePlan, compiled_units
-from meshwright.spec.collective import Collective
 from meshwright.spec.compiled_units import AS_LAYERS, parts_of_layers, unit_starts
+from meshwright.spec.exchange import Collective
 from tests.graphs import chain_graph, make_plan
 
 

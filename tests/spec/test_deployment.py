@@ -28,7 +28,7 @@ from meshwright.spec import (
     write_deployment,
     write_document,
 )
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 
 GOOD = """
 schema = "meshwright/deployment/1"

@@ -6,10 +6,9 @@ import stat
 import pytest
 
 from meshwright.program import name_schedule
-from meshwright.spec import DocumentError, ScheduleReferenceError, load_cluster, write_document, write_text
+from meshwright.spec import DocumentError, ScheduleReferenceError, Workload, load_cluster, write_document, write_text
 from meshwright.spec.model_files import read_model_file
 from meshwright.spec.parsing import read_data
-from meshwright.spec.workload import Workload
 
 pytestmark = [pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes"), pytest.mark.timeout(20)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.spec.hub import MAX_CONFIG_BYTES, is_hub_id
+from meshwright.spec.model_files import MAX_CONFIG_BYTES, is_hub_id
 
 pytest.importorskip("huggingface_hub")
 

@@ -7,16 +7,8 @@ from typing import get_args
 
 import pytest
 
-from meshwright.spec import Opcode
-from meshwright.spec.instructions import (
-    INSTRUCTIONS,
-    STREAM_NAMES,
-    CostKind,
-    Instruction,
-    instruction_name,
-    instruction_of,
-    instruction_row,
-)
+from meshwright.spec import Instruction, Opcode, instruction_name
+from meshwright.spec.instructions import INSTRUCTIONS, STREAM_NAMES, CostKind, instruction_of, instruction_row
 
 
 def test_each_opcode_and_each_class_has_a_row():

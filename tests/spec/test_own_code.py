@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from meshwright.spec import ServingError
-from meshwright.spec.beside import afresh, folder_at
-from meshwright.spec.own_code import importable, load_function
+from meshwright.spec.own_code import afresh, folder_at, importable, load_function
 
 FILE = """
 import dataclasses, helper_of_test

@@ -14,14 +14,14 @@ from meshwright.spec import (
     Recompute,
     computed_again,
     load_shipped_graph,
+    passed_again,
     read_recompute,
     recompute_choices,
     recompute_layers,
     with_recompute,
 )
 from meshwright.spec.codec import decode, encode
-from meshwright.spec.recompute import passed_again
-from meshwright.spec.recompute_words import name_recompute
+from meshwright.spec.recompute import name_recompute
 from tests.spec.examples import PLAN
 
 GPT, LLAMA = load_shipped_graph("gpt-tiny"), load_shipped_graph("llama-tiny")

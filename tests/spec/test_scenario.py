@@ -14,7 +14,6 @@ from meshwright.spec import (
     read_document,
     write_document,
 )
-from meshwright.spec.quantities import Bytes, BytesPerSecond, Seconds
 from meshwright.spec.scenario import (
     Checkpoints,
     DeviceMemory,
@@ -33,6 +32,7 @@ from meshwright.spec.scenario import (
     shipped_scenarios,
 )
 from meshwright.spec.selectors import Devices, Links
+from meshwright.spec.units import Bytes, BytesPerSecond, Seconds
 
 positive = st.floats(1e-3, 1e6)
 seconds = positive.map(Seconds)

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from meshwright.spec import DocumentError, ModelReferenceError
+from meshwright.spec import DocumentError, ModelReferenceError, load_shipped_graph, shipped_graphs
 from meshwright.spec import shipped as module
-from meshwright.spec.shipped import load_shipped_graph, pack, shipped_graphs, unpack
+from meshwright.spec.shipped import pack, unpack
 
 
 @pytest.mark.parametrize("name", shipped_graphs())

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.zoo import MixtralShape
 from meshwright.zoo.llama import GatedMLP, RotaryDecoder, rotary_tables, rotate
-from meshwright.zoo.mixtral import Experts, MixtralShape, Router
+from meshwright.zoo.mixtral import Experts, Router
 
 
 class LatentAttention(nn.Module):

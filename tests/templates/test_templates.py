@@ -10,15 +10,12 @@ from torch import nn
 from meshwright.capture import capture_model
 from meshwright.cost.memory import weigh_stage
 from meshwright.program import shard_graph
-from meshwright.spec import Workload, load_shipped_graph, slice_graph, with_recompute
+from meshwright.spec import Sharding, Workload, load_shipped_graph, slice_graph, with_recompute
 from meshwright.spec.memory import SENT
-from meshwright.spec.sharding import Sharding
 from meshwright.templates import decoder_graph, residual_graph
 from meshwright.templates.shapes import ExpertLayers, LatentAttention, ResidualShape
 from meshwright.validation.step_plans import recompute_attention
-from meshwright.zoo.gpt import GPTShape
-from meshwright.zoo.mixtral import MixtralShape
-from meshwright.zoo.resnet import ResNetShape
+from meshwright.zoo import GPTShape, MixtralShape, ResNetShape
 from tests.templates.deepseek import DeepSeek
 from tests.templates.sizes import LLAMA, gpt
 

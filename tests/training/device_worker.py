@@ -13,8 +13,8 @@ from unittest.mock import patch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.spec import Measurements
-from meshwright.training import measure_device
-from meshwright.training.device_ops import capture_unallocated
+from meshwright.training import device_measuring as measure_device
+from meshwright.training.device_measuring import capture_unallocated
 from tests.measurement.clocks import FakeClock
 from tests.runtime.accelerator_worker import make_device
 

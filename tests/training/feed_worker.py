@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright import Feed, capture_model, prepare
-from meshwright.spec import Plan, StagePlan, Workload
-from meshwright.spec.instructions import Opcode
+from meshwright.spec import Opcode, Plan, StagePlan, Workload
 from tests.rank_results import write_results
 
 BATCH, MICROBATCHES, COUNT, EPOCHS = 8, 4, 28, 2

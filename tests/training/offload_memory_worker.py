@@ -19,9 +19,9 @@ from meshwright.spec import (
     Workload,
     load_cluster,
     load_shipped_graph,
+    recompute_choices,
     write_document,
 )
-from meshwright.spec.recompute_words import recompute_choices
 from tests.rank_results import write_results
 
 HOST, NVME = Offload(optimizer="host"), Offload(optimizer="nvme")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.spec import MeasurementError, Measurements, ModelReferenceError
-from meshwright.training import batches as module
+from meshwright.training import feed as module
 from meshwright.training import measure_batches_here
 
 FIXED = """

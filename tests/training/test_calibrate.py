@@ -17,7 +17,7 @@ from meshwright.spec import (
     load_cluster,
     op_key,
 )
-from meshwright.training.calibrate import Calibration, calibrate_here, correct_table
+from meshwright.training import Calibration, calibrate_here, correct_table
 from tests.graphs import chain_graph, even_bounds, make_plan
 
 GRAPH = chain_graph(4)

@@ -6,8 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.spec import GradientExchange, Plan, PlanError, RunError, Sharding, StagePlan, Workload, write_document
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import (
+    GradientExchange,
+    Plan,
+    PlanError,
+    RunError,
+    Sharding,
+    StagePlan,
+    Workload,
+    load_shipped_graph,
+    write_document,
+)
 from meshwright.training import Job, check_losses, refuse_unchecked, run_plan
 from tests.marks import left_to_ci
 

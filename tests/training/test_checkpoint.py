@@ -10,8 +10,7 @@ import time
 import pytest
 import torch
 
-from meshwright.spec import Plan, StagePlan, Workload, write_document
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import Plan, StagePlan, Workload, load_shipped_graph, write_document
 from meshwright.training.checkpoint import find_newest
 from tests.rank_results import read_results
 from tests.training.checkpoint_worker import CASES

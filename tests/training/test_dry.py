@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.program.expansion import Expansion
+from meshwright.program.collective_expansion import Expansion
 from meshwright.spec import (
     GradientExchange,
     Offload,
@@ -18,10 +18,10 @@ from meshwright.spec import (
     Sharding,
     StagePlan,
     Workload,
+    load_shipped_graph,
+    recompute_choices,
     write_document,
 )
-from meshwright.spec.recompute_words import recompute_choices
-from meshwright.spec.shipped import load_shipped_graph
 from meshwright.training import Job, dry_run
 from tests.marks import left_to_ci
 

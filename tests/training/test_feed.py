@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.spec import RunError
-from meshwright.training.feed import Feed, MicrobatchQueue, load_to, unpack
+from meshwright.training import Feed
+from meshwright.training.feed import MicrobatchQueue, load_to, unpack
 from tests.rank_results import read_results
 
 

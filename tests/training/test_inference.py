@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.spec import Plan, PlanError, StagePlan, Timeline, Workload, read_document, write_document
-from meshwright.spec.instructions import Opcode
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import (
+    Opcode,
+    Plan,
+    PlanError,
+    StagePlan,
+    Timeline,
+    Workload,
+    load_shipped_graph,
+    read_document,
+    write_document,
+)
 from meshwright.training import Job, run_plan
 from meshwright.training.job import capture_fake
 from tests.rank_results import read_results

@@ -25,10 +25,9 @@ from meshwright.spec import (
     write_document,
 )
 from meshwright.spec.measurements import BUCKET_COPY, read_move_key
-from meshwright.training import device_table, measure_device
-from meshwright.training.device_ops import capture_unallocated, index_bounds
-from meshwright.training.device_table import device_table_on
-from meshwright.training.measure_device import measure_on
+from meshwright.training import device_measuring as device_table
+from meshwright.training import device_measuring as measure_device
+from meshwright.training.device_measuring import capture_unallocated, device_table_on, index_bounds, measure_on
 from tests.measurement.clocks import FakeClock
 from tests.measurement.test_device_ops import SIZES
 

@@ -10,9 +10,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.cli.main import invoke
-from meshwright.spec import Plan, RunError, StagePlan, Workload, write_document
-from meshwright.spec.shipped import load_shipped_graph
-from meshwright.training.metrics import PrometheusSink, TensorBoardSink, watching
+from meshwright.spec import Plan, RunError, StagePlan, Workload, load_shipped_graph, write_document
+from meshwright.training import watching
+from meshwright.training.worker import PrometheusSink, TensorBoardSink
 from tests.events import SeenEvents
 
 

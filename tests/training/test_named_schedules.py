@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.program import build_program
-from meshwright.spec import Plan, StagePlan, Timeline, Workload, read_document, write_document
+from meshwright.spec import Plan, StagePlan, Timeline, Workload, load_shipped_graph, read_document, write_document
 from meshwright.spec.instructions import COMPUTATIONS
-from meshwright.spec.shipped import load_shipped_graph
 from meshwright.training import Job, run_plan
 from tests.processes import ROOT
 

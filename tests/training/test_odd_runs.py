@@ -13,7 +13,7 @@ import torch
 
 from meshwright.cli.main import invoke
 from meshwright.spec import read_document
-from meshwright.training.job import RunResult
+from meshwright.training import RunResult
 from tests.training.run_models import Partly
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]

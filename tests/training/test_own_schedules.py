@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from meshwright.program import with_schedule
-from meshwright.spec import Plan, RunError, StagePlan, Timeline, Workload, read_document, write_document
-from meshwright.spec.shipped import load_shipped_graph
+from meshwright.spec import (
+    Plan,
+    RunError,
+    StagePlan,
+    Timeline,
+    Workload,
+    load_shipped_graph,
+    read_document,
+    write_document,
+)
 from meshwright.training import Job, run_plan
 from tests.processes import ROOT
 

@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture import capture_model
 from meshwright.cli.main import invoke
-from meshwright.runtime import open_session
-from meshwright.runtime.precisions import Masters, check_precision, set_gradient_type
+from meshwright.runtime import check_precision, open_session
+from meshwright.runtime.precisions import Masters, set_gradient_type
 from meshwright.simulator import simulate_plan
-from meshwright.spec import Plan, PlanError, StagePlan, Workload, load_cluster, write_document
+from meshwright.spec import Plan, PlanError, StagePlan, Workload, load_cluster, load_shipped_graph, write_document
 from meshwright.spec.precision import numbers_of
-from meshwright.spec.shipped import load_shipped_graph
 from tests.processes import free_port, run_ranks
 from tests.training.precision_worker import TYPES
 

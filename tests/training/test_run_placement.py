@@ -7,8 +7,17 @@ import torch
 
 from meshwright.capture import capture_model
 from meshwright.planner import Constraints, place
-from meshwright.spec import Optimizer, Plan, PlanError, StagePlan, Timeline, Workload, load_cluster, read_document
-from meshwright.spec.codec import write_document
+from meshwright.spec import (
+    Optimizer,
+    Plan,
+    PlanError,
+    StagePlan,
+    Timeline,
+    Workload,
+    load_cluster,
+    read_document,
+    write_document,
+)
 from meshwright.training import Job, run_plan
 from meshwright.zoo import load_model
 

@@ -6,16 +6,21 @@ import numpy as np
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.cost.collectives.errors import load_datasheet_errors
+from meshwright.cost.collectives.datasheet import load_datasheet_errors
 from meshwright.cost.collectives.kriging import Points, interpolate
-from meshwright.cost.collectives.shipped import load_shipped, widen
-from meshwright.cost.prediction import Interval, Predictions
+from meshwright.cost.collectives.shipped_fits import load_shipped, widen
+from meshwright.cost.costs import Interval, Predictions
 from meshwright.spec import MeasurementError, load_cluster
-from meshwright.validation.collective_errors import fit_datasheet_errors, score_datasheet
-from meshwright.validation.collectives import score_new_cluster, score_new_groups
-from meshwright.validation.datasets import load_records
+from meshwright.validation import load_records
+from meshwright.validation.collectives import (
+    fit_datasheet_errors,
+    fit_shipped,
+    score_datasheet,
+    score_new_cluster,
+    score_new_groups,
+    score_shipped,
+)
 from meshwright.validation.series import _straight, count_flagged, fold_keys, score_series
-from meshwright.validation.shipped_collectives import fit_shipped, score_shipped
 from tests.cost.facts import never_measured
 
 

@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from meshwright.cost import table
-from meshwright.cost.prediction import fit_interval
+from meshwright.cost import op_estimates as table
+from meshwright.cost.costs import fit_interval
 from meshwright.cost.roofline import bound_op
 from meshwright.cost.work import relatives
 from meshwright.records import to_measurements

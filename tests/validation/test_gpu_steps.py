@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.validation.datasets import load_table
+from meshwright.validation import load_table
 from meshwright.validation.gpu_runs import TABLE
 from meshwright.validation.gpu_steps import ARM, DATASET, predict_on_gpu, score_gpu_steps
 

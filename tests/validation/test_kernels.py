@@ -5,20 +5,30 @@ from functools import cache
 import numpy as np
 import pytest
 
+from meshwright.cost import LAUNCH_S
+from meshwright.cost.costs import fit_interval
+from meshwright.cost.kernels import fit_kernels
 from meshwright.cost.kernels.boosting import BoostingSettings
 from meshwright.cost.kernels.demand import demand_of
-from meshwright.cost.kernels.fit import fit_kernels, split_parts
-from meshwright.cost.kernels.model import MIN_ROWS
-from meshwright.cost.prediction import fit_interval
-from meshwright.cost.roofline import LAUNCH_S
-from meshwright.cost.table import GPU_ROOFLINE
+from meshwright.cost.kernels.kernel_fit import split_parts
+from meshwright.cost.kernels.kernel_model import MIN_ROWS
+from meshwright.cost.op_estimates import GPU_ROOFLINE
 from meshwright.records import concat_records
 from meshwright.spec import MeasurementError
-from meshwright.validation import kernels
-from meshwright.validation.datasets import load_records
-from meshwright.validation.kernel_arms import best_constant, fitted_arms, roofline_seconds, select_features
-from meshwright.validation.kernels import NUM_DRAWS, NUM_GIVEN, given_rows, kinds, score_devices, score_folds
-from meshwright.validation.splits import read_folds
+from meshwright.validation import kernels, load_records
+from meshwright.validation.kernels import (
+    NUM_DRAWS,
+    NUM_GIVEN,
+    best_constant,
+    fitted_arms,
+    given_rows,
+    kinds,
+    roofline_seconds,
+    score_devices,
+    score_folds,
+    select_features,
+)
+from meshwright.validation.scores import read_folds
 from tests.cost.kernels import make_gpu, make_rows
 
 

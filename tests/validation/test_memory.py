@@ -10,9 +10,9 @@ import pytest
 
 from meshwright.cost.memory import MEMORY_MARGIN
 from meshwright.spec import MeasurementError
-from meshwright.validation import memory
-from meshwright.validation.datasets import load_table
-from meshwright.validation.memory import predict_percentage, predict_row, score_memory
+from meshwright.validation import load_table
+from meshwright.validation import memory_sets as memory
+from meshwright.validation.memory_sets import predict_percentage, predict_row, score_memory
 from tests.test_layout import ROOT
 
 
@@ -68,7 +68,7 @@ def test_the_margin_covers_nine_of_ten_errors_on_a_gpu():
 
 def test_predictions_are_made_without_torch():
     code = (
-        "import sys; from meshwright.validation.memory import score_percentages, score_published; "
+        "import sys; from meshwright.validation.memory_sets import score_percentages, score_published; "
         "score_published(); score_percentages(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -7,10 +7,20 @@ import re
 import pytest
 
 from meshwright.cli.main import invoke
-from meshwright.cli.published import plan_words, read_request
+from meshwright.cli.validate import plan_words, read_request
 from meshwright.spec import DocumentError
-from meshwright.validation.published import SHAPES, Compared, Predicted, PublishedRun, load_runs
-from meshwright.validation.published_page import cells, published_page, rows, run_section, summarise
+from meshwright.validation.published import (
+    SHAPES,
+    Compared,
+    Predicted,
+    PublishedRun,
+    cells,
+    load_runs,
+    published_page,
+    rows,
+    run_section,
+    summarise,
+)
 from tests.project import ROOT
 
 RUNS = load_runs()

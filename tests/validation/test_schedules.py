@@ -6,10 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.validation.datasets import load_table
-from meshwright.validation.equal_stages import EqualStages, busy_share
-from meshwright.validation.pipeline_programs import StageSeconds
-from meshwright.validation.schedules import BLOCKING, COUNTED, FOUND, OURS, PRINTED, find_pipeline, score_schedules
+from meshwright.validation import load_table
+from meshwright.validation.schedules import (
+    BLOCKING,
+    COUNTED,
+    FOUND,
+    OURS,
+    PRINTED,
+    EqualStages,
+    StageSeconds,
+    busy_share,
+    find_pipeline,
+    score_schedules,
+)
 from tests.marks import examples
 
 ROWS = load_table("zero_bubble_rates_table5")

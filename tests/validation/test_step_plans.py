@@ -9,12 +9,11 @@ from itertools import compress
 import pytest
 
 from meshwright.cli.main import load_verb
-from meshwright.cli.models import graphs_of
-from meshwright.cli.plan.command import make_problem
-from meshwright.cli.plan.request import PlanRequest
+from meshwright.cli.model_arguments import graphs_of
+from meshwright.cli.plan.plan_command import make_problem
+from meshwright.cli.plan.plan_request import PlanRequest
 from meshwright.cli.planning import given_options
-from meshwright.planner import search_plans
-from meshwright.planner.method import Proposal
+from meshwright.planner import Proposal, search_plans
 from meshwright.spec import Optimizer, to_picoseconds, write_document
 from meshwright.templates.shapes import ResidualShape
 from meshwright.validation.datasets import load_all_steps
@@ -27,7 +26,7 @@ from meshwright.validation.step_plans import (
     predictions_of,
 )
 from meshwright.validation.step_rows import read_step
-from meshwright.validation.step_split import scored_rows
+from meshwright.validation.step_sets import scored_rows
 from meshwright.validation.step_table import read_steps
 
 SEED = 20261127

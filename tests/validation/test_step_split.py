@@ -8,9 +8,10 @@ from importlib import resources
 import pytest
 
 from meshwright.spec import DocumentError
-from meshwright.validation.datasets import load_all_steps, load_table
-from meshwright.validation.splits import read_folds
-from meshwright.validation.step_split import (
+from meshwright.validation import load_table
+from meshwright.validation.datasets import load_all_steps
+from meshwright.validation.scores import read_folds
+from meshwright.validation.step_sets import (
     calibration_rows,
     draw_step_splits,
     group_key,

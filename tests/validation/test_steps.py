@@ -11,24 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.spec import MeasurementError, MeshwrightError
-from meshwright.validation import step_memory
-from meshwright.validation.datasets import load_all_steps, load_steps, load_table
-from meshwright.validation.memory import predict_published
-from meshwright.validation.scores import score_rows
+from meshwright.validation import load_steps, load_table, score_rows
+from meshwright.validation import step_sets as step_memory
+from meshwright.validation.datasets import load_all_steps
+from meshwright.validation.memory_sets import predict_published
 from meshwright.validation.step_cells import MEASURED, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, SWITCHES
-from meshwright.validation.step_memory import judge_memory
 from meshwright.validation.step_plans import StepPrediction, evaluate_steps, name_obstacle, plan_step, predictions_of
 from meshwright.validation.step_rows import NEEDED, read_step
-from meshwright.validation.step_split import calibration_rows, scored_rows
-from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
-from meshwright.validation.steps import (
+from meshwright.validation.step_sets import (
     CONSTANT,
     CONSTANT_OF_OTHERS,
     OURS,
+    calibration_rows,
+    judge_memory,
     predict_by_others,
     predict_steps,
     score_steps,
+    scored_rows,
 )
+from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
 from meshwright.validation.validate import score_step_table
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.zoo import load_model, load_shape
+from meshwright.zoo import Llama, load_model, load_shape
 from meshwright.zoo.diffusion import NUM_STEPS
-from meshwright.zoo.llama import Llama
 from meshwright.zoo.mixtral import capacity
 from meshwright.zoo.t5 import RelativeBias
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from meshwright.cli.models import capture_reference
+from meshwright.cli.model_arguments import capture_reference
 from meshwright.cost.memory import weigh_stage
-from meshwright.spec import Workload, slice_graph
-from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
+from meshwright.spec import Workload, load_shipped_graph, shipped_graphs, slice_graph
 from meshwright.zoo import zoo_names
 
 # Beside the tiny ones; `make test-all` captures every name.

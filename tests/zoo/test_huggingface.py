@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.spec import DocumentError, MeshwrightError, ModelReferenceError
-from meshwright.spec.codec import write_document
+from meshwright.spec import DocumentError, MeshwrightError, ModelReferenceError, write_document
 from meshwright.spec.model_files import MAX_CONFIG_BYTES, read_model_file
 from meshwright.zoo import load_model
 from tests.graphs import chain_graph
@@ -249,7 +248,7 @@ def test_without_transformers_the_extra_is_named(config, monkeypatch):
     path = config()
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "meshwright.zoo.huggingface_classes", raising=False)
+    monkeypatch.delitem(sys.modules, "meshwright.zoo.huggingface", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelReferenceError, match=r"needs transformers 5.*pip install 'meshwright\[hf\]'"):
         load_model(path)

@@ -22,7 +22,7 @@ import numpy as np
 from planning.chain import ChainProblem, Cutting, Floats
 from planning.chain_arms.repair import Repaired
 
-from meshwright.planner.methods.differentiable.descent import anneal, descend, softmax, softmax_gradient
+from meshwright.planner.methods.differentiable.relaxed import anneal, descend, softmax, softmax_gradient
 
 NUM_STARTS, NUM_STEPS, RATE = 8, 300, 0.1
 HOT, COLD = 1.0, 0.2

@@ -21,7 +21,7 @@ import numpy as np
 from planning.chain import ChainProblem, Cutting, Floats
 from planning.chain_arms.repair import Repaired
 
-from meshwright.planner.methods.differentiable.descent import anneal, descend, softmax, softmax_gradient
+from meshwright.planner.methods.differentiable.relaxed import anneal, descend, softmax, softmax_gradient
 
 NUM_STARTS, NUM_STEPS, RATE = 8, 300, 0.1
 # Temperature of the places (logits are of the order of one), and of the maximum over the mean stage.

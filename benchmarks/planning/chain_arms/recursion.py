@@ -29,7 +29,7 @@ from planning.chain import ChainProblem, Cutting, Floats, Integers
 from planning.chain_arms.repair import Repaired
 
 from meshwright.compiled import compiled
-from meshwright.planner.methods.differentiable.descent import anneal, descend
+from meshwright.planner.methods.differentiable.relaxed import anneal, descend
 
 NUM_STARTS, NUM_STEPS, RATE = 16, 30, 0.05
 # Temperature t of the maximum, over the mean stage, and g of the minima, over the mean cut cost.

@@ -7,12 +7,10 @@ a graph of single ATen calls.
 """
 
 from meshwright.capture.calls import capture_calls
-from meshwright.capture.capture import capture_model, check_capture, flatten_batch
-from meshwright.capture.captured import Captured
+from meshwright.capture.capture import Captured, capture_model, check_capture, flatten_batch
+from meshwright.capture.describe import has_own_graph, own_graph
 from meshwright.capture.joint import differentiate
-from meshwright.capture.own_graphs import has_own_graph, own_graph
-from meshwright.capture.parts import part, strides_of
-from meshwright.capture.rebuild import rebuild
+from meshwright.capture.module_parts import part, rebuild, strides_of
 
 __all__ = [
     "Captured",

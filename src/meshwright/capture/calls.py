@@ -8,12 +8,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from meshwright.capture.captured import Captured
+from meshwright.capture.capture import Captured
 from meshwright.capture.describe import describe_trace
-from meshwright.capture.inputs import BatchLayout
-from meshwright.capture.layers import Range
-from meshwright.capture.trace import FlatTrace
+from meshwright.capture.export import BatchLayout
+from meshwright.capture.layer_division import Range
 from meshwright.capture.values import ValueLooks
+from meshwright.capture.walk import FlatTrace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,29 +2,316 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.capture.captured import Captured
+from meshwright.capture.call_facts import Legality
 from meshwright.capture.describe import GraphWithTable, NotAffineError, describe_trace
-from meshwright.capture.export import trace_model
-from meshwright.capture.refusals import explain_checkpoint, refuse_frozen
-from meshwright.capture.surroundings import quiet_torch
-from meshwright.capture.units import find_units
-from meshwright.capture.verify import can_verify, verify_capture
-from meshwright.spec import CaptureError, EventSink, NullSink
+from meshwright.capture.devices import CPU
+from meshwright.capture.export import split_batch, trace_model
+from meshwright.capture.layer_division import find_units
+from meshwright.capture.module_parts import part
+from meshwright.capture.refusals import StateWatch, explain_checkpoint, refuse_frozen
+from meshwright.capture.surroundings import holds_data, kept_buffers, quiet_torch, training_flags
+from meshwright.capture.walk import CaptureTable, FlatTrace
+from meshwright.spec import CaptureError, EventSink, Graph, NullSink
+from meshwright.spec.own_code import own_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import nn
 
-    from meshwright.capture.trace import FlatTrace
+# Does the captured graph call the operators that the model calls in training?
+#
+# While a model is traced, libraries may take branches that only exporting needs, with equal results and other costs. So
+# what torch dispatches is counted while both run on small batches (`verify`): calls by module, operator and shapes of
+# results. Views are free, and checks on whole numbers (are these positions packed?) that the graph leaves out compute
+# nothing that it needs.
+
+_FREE = frozenset(
+    ("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice", "split", "split_with_sizes",
+     "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_assert_tensor_metadata", "_reshape_alias",
+     "_unsafe_view")
+)  # fmt: skip
+# One operator under two names: ours has shapes for tensors without data (`grouped`).
+_SAME = {"_grouped_mm": "grouped_mm"}
+# The remark names at most this many modules, and operators of each.
+_TOLD_MODULES, _TOLD_OPERATORS = 3, 4
+
+# An operator, and the shapes and dtypes of its results.
+_Call = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what is dispatched in the last call, by the module that runs; "" is the model itself.
+
+    Of several calls the last one counts: the first may make what is used from then on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, Counter[_Call]] = {}
+        self._module = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count a call, and let it happen."""
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.rpartition("::")[2]
+        if name not in _FREE:
+            looks = tuple(
+                (tuple(item.shape), item.dtype) for item in pytree.tree_leaves(made) if isinstance(item, torch.Tensor)
+            )
+            self.calls.setdefault(self._module, Counter())[_SAME.get(name, name), looks] += 1
+        return made
+
+    @contextmanager
+    def counting(self, model: nn.Module) -> Iterator[None]:
+        """While active, count what the model dispatches."""
+        self.calls.clear()
+        path = [""]
+
+        def enter(name: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                path.append(name)
+                self._module = name
+
+            return hook
+
+        def leave(*_: Any) -> None:
+            path.pop()
+            self._module = path[-1]
+
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                stack.callback(module.register_forward_pre_hook(enter(name)).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(self)
+            yield
+
+    def run(self, part: fx.GraphModule, modules: Mapping[str, str], batch: Sequence[torch.Tensor]) -> Any:
+        """Run a part, and count what it dispatches; ``modules`` names the module of each of its nodes."""
+        dispatched = self
+        self.calls.clear()
+
+        class Interpreter(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                dispatched._module = modules.get(n.name, "")
+                return super().run_node(n)
+
+        with self:
+            return Interpreter(part).run(*batch)
+
+
+def explain_calls(model: Dispatched, graph: Dispatched) -> str:
+    """How what the graph dispatches differs from what the model does; empty if it does not."""
+    wanted, found = sum(model.calls.values(), Counter()), sum(graph.calls.values(), Counter())
+    lost = {call for call in wanted - found if any(dtype.is_floating_point for _, dtype in call[1])}
+    added = set(found - wanted)
+    if not lost and not added:
+        return ""
+    told = []
+    for name in dict.fromkeys((*model.calls, *graph.calls)):
+        own, other = (item.calls.get(name, Counter()) for item in (model, graph))
+        missing = _names(call for call in own - other if call in lost)
+        more = _names(call for call in other - own if call in added)
+        if missing or more:
+            told.append(f"{name or 'the model itself'!r} ({missing or 'nothing'} became {more or 'nothing'})")
+    more_modules = f" and {len(told) - _TOLD_MODULES} more modules" if len(told) > _TOLD_MODULES else ""
+    return (
+        f"The captured graph computes what the model computes, by other operators in {', '.join(told[:_TOLD_MODULES])}"
+        f"{more_modules}: while it was traced, the model took a branch that training does not take. Times and memory "
+        "are predicted for the graph, which is also what runs."
+    )
+
+
+def _names(calls: Any) -> str:
+    names = list(dict.fromkeys(name for name, _ in calls))
+    rest = f" and {len(names) - _TOLD_OPERATORS} more" if len(names) > _TOLD_OPERATORS else ""
+    return ", ".join(names[:_TOLD_OPERATORS]) + rest
+
+
+# Capture checks itself: the captured graph against the model, loss, gradients and buffers, two consecutive steps.
+#
+# The two steps have different batch sizes where the graph allows any, so a baked size shows as well as a lost state.
+# The model keeps no trace: gradients are not accumulated into it, and buffers, Python attributes, training flags and
+# random state are restored.
+
+# Relative error allowed between two orders of summation, by the coarsest dtype that takes part: some 1e4 roundings.
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+# Samples of the two steps.
+_STEPS = (2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one step computes: outputs, gradients by parameter, buffers by name."""
+
+    outputs: tuple[torch.Tensor, ...]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def can_verify(model: nn.Module, inputs: Any, targets: Any) -> bool:
+    """Whether weights and batch hold data."""
+    batch = [leaf for leaf in pytree.tree_leaves(split_batch(inputs, targets)) if isinstance(leaf, torch.Tensor)]
+    return all(holds_data(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch))
+
+
+def verify_capture(
+    captured: Captured, model: nn.Module, inputs: Any, targets: Any, loss: Callable[..., Any] | None
+) -> str:
+    """How the operators of the graph differ from those that the model calls; empty if not, or if there are branches.
+
+    Raises CaptureError unless two steps of the captured graph equal two steps of the model.
+    """
+    trace = captured.trace
+    example = trace.layout.flatten(inputs, targets)
+    sizes = (trace.batch_size,) * 2 if trace.fixed else _STEPS
+    batches = [
+        tuple(_resize(t, size) if grows else t for t, grows in zip(example, trace.batched, strict=True))
+        for size in sizes
+    ]
+    parameters = {
+        name: tensor
+        for name, tensor in trace.state.items()
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    }
+
+    def eager(tensors: tuple[torch.Tensor, ...], _size: int) -> Any:
+        args, kwargs, rest = trace.layout.rebuild(tensors)
+        with of_model.counting(model) if counted else nullcontext():
+            output = model(*args, **kwargs)
+            if loss is not None:
+                return loss(output, *rest)
+            return own_loss(output) if trace.has_loss else output
+
+    def cut(tensors: tuple[torch.Tensor, ...], size: int) -> Any:
+        made = part(captured, graph.inputs, graph.outputs, batch_size=size, ops=range(len(graph.ops)), device=device)
+        made = made.to(device)
+        return of_graph.run(made, modules, tensors) if counted else made(*tensors)
+
+    graph, of_model, of_graph = captured.graph, Dispatched(), Dispatched()
+    modules = {op.name: op.module for op in graph.ops}
+    # torch.cond compiles its branches, which can fail while a mode intercepts what is dispatched.
+    counted = not trace.branches
+    device = next((tensor.device for tensor in (*trace.state.values(), *example)), CPU)
+
+    with _unchanged(model, trace.training):
+        expected = _run(eager, batches, sizes, parameters, model, trace.training)
+    with _unchanged(model, trace.training):
+        found = _run(cut, batches, sizes, parameters, model, trace.training)
+    for step, (one, two) in enumerate(zip(expected, found, strict=True)):
+        _compare(one, two, step, captured.graph.name)
+    return explain_calls(of_model, of_graph)
+
+
+def _run(
+    call: Callable[[tuple[torch.Tensor, ...], int], Any],
+    batches: list[tuple[torch.Tensor, ...]],
+    sizes: tuple[int, ...],
+    parameters: dict[str, nn.Parameter],
+    model: nn.Module,
+    training: bool,
+) -> list[_Outcome]:
+    # Seeded, so that dropout draws the same numbers in both arms.
+    torch.manual_seed(0)
+    outcomes = []
+    for batch, size in zip(batches, sizes, strict=True):
+        with torch.set_grad_enabled(training):
+            # Clones, because forward may write to its inputs.
+            leaves = pytree.tree_leaves(call(tuple(tensor.clone() for tensor in batch), size))
+        outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        gradients: dict[str, torch.Tensor] = {}
+        if training and parameters and outputs[0].requires_grad:
+            found = torch.autograd.grad(outputs[0], list(parameters.values()), allow_unused=True)
+            optional: tuple[torch.Tensor | None, ...] = found
+            gradients = {name: g for name, g in zip(parameters, optional, strict=True) if g is not None}
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        outcomes.append(_Outcome(tuple(leaf.detach() for leaf in outputs), gradients, buffers))
+    return outcomes
+
+
+@contextmanager
+def _unchanged(model: nn.Module, training: bool) -> Iterator[None]:
+    """Undo everything that running the model changes."""
+    watch = StateWatch(model)
+    with kept_buffers(model), training_flags(model, training), quiet_torch():
+        try:
+            yield
+        finally:
+            watch.restore()
+
+
+def _resize(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """The first ``size`` samples, repeated if there are fewer."""
+    return tensor[torch.arange(size, device=tensor.device) % tensor.shape[0]]
+
+
+def _compare(expected: _Outcome, found: _Outcome, step: int, name: str) -> None:
+    pairs = [
+        (f"output {i}", one, two) for i, (one, two) in enumerate(zip(expected.outputs, found.outputs, strict=True))
+    ]
+    for what, one, two in (
+        ("gradient", expected.gradients, found.gradients),
+        ("buffer", expected.buffers, found.buffers),
+    ):
+        missing = sorted(one.keys() ^ two.keys())
+        if missing:
+            raise _mismatch(name, f"the {what} of {missing[0]!r} exists in only one of them", step)
+        pairs += [(f"{what} of {key!r}", one[key], two[key]) for key in one]
+    for what, tensor, other in pairs:
+        if not _close(tensor, other):
+            raise _mismatch(name, f"the {what} differs", step)
+
+
+def _mismatch(name: str, what: str, step: int) -> CaptureError:
+    return CaptureError(
+        f"{name}: the captured model does not compute what the model computes: in step {step + 1}, {what}. Forward "
+        "probably depends on something that is neither input, parameter nor buffer (a global, a counter, unseeded "
+        "randomness); make that a buffer or an input."
+    )
+
+
+def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if not one.dtype.is_floating_point:
+        return torch.equal(one, two)
+    tolerance = _TOLERANCE.get(one.dtype, 5e-2)
+    scale = max(float(one.double().norm()), 1e-6)
+    difference = float((one.double() - two.double()).norm())
+    return difference <= tolerance * scale or (torch.equal(one.isfinite(), two.isfinite()) and not one.isfinite().all())
+
+
+# Captured: a graph together with what is needed to cut runnable parts out of it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A captured model; it lives in one process and is not serialisable (``graph`` is).
+
+    Parameters and buffers stay the user's own objects. ``trace``, ``table`` and ``legality`` are for `part` and
+    `differentiate`. ``remark``: what the user should know of it, as that its operators differ from those that the
+    model calls by itself (if ``verify`` of `capture_model` looked); mostly empty.
+    """
+
+    graph: Graph
+    trace: FlatTrace
+    table: CaptureTable
+    legality: Legality
+    remark: str = ""
 
 
 def capture_model(

@@ -20,16 +20,16 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.describe import GraphWithTable, NotAffineError, describe_trace
-from meshwright.capture.layers import Range, number_names
+from meshwright.capture.layer_division import Range, number_names
 from meshwright.capture.surroundings import quiet_torch
-from meshwright.capture.trace import FlatTrace, target_of
 from meshwright.capture.values import ValueLooks
+from meshwright.capture.walk import FlatTrace, target_of
 from meshwright.spec import CaptureError, Graph
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.capture.captured import Captured
+    from meshwright.capture.capture import Captured
     from meshwright.spec import Op
 
 

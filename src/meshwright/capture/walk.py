@@ -6,7 +6,7 @@ downstream meets a symbol.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +14,89 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from meshwright.capture.examine import CallFacts, Examiner
+from meshwright.capture.call_facts import CallFacts, Examiner, draws_random, written_and_aliased
 from meshwright.capture.refusals import is_data_dependent, refuse_data_dependence, refuse_sparse_gradient
-from meshwright.capture.trace import target_of
 from meshwright.capture.values import Slot, ValueLooks
 from meshwright.spec import CaptureError
 
 if TYPE_CHECKING:
-    from meshwright.capture.trace import FlatTrace
+    from collections.abc import Sequence
+
+    from meshwright.capture.export import BatchLayout
+    from meshwright.spec.graph import Role
+
+
+# Trace: a captured model as one flat fx graph over the user's own names.
+#
+# The graph has placeholders for the batch's tensors, `get_attr` nodes whose targets are the user's names of parameters
+# and buffers (tied ones once), `call_function` nodes, and an output tuple. Node metadata is reduced to ``module`` (path
+# of the module that ran the op; "" is the model itself) and ``where`` ("file:line" in the user's code).
+
+LOSS_MODULE = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """How what is returned is put together: ``leaves`` are numbers of the graph's outputs, or values themselves."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[tuple[bool, Any], ...]
+
+    def rebuild(self, outputs: Sequence[Any]) -> Any:
+        """The model's own output of the graph's outputs."""
+        leaves = [outputs[value] if is_output else value for is_output, value in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatTrace:
+    """A flat graph with everything that it names.
+
+    ``state`` holds the model's parameters and buffers by their first name in the model's order, ``aliases`` the further
+    names of tied ones, ``constants`` tensors made in forward, ``branches`` the subgraphs of `torch.cond` and its like.
+    ``values`` are the looks of the example batch; ``batched`` says which of them grow with the batch, of ``batch_size``
+    samples in the example. ``returned``: how the model puts the graph's outputs together. ``checkpoint``: a place
+    that calls ``torch.utils.checkpoint``, which the graph does not tell.
+    """
+
+    graph: fx.Graph
+    layout: BatchLayout
+    state: dict[str, torch.Tensor]
+    aliases: dict[str, tuple[str, ...]]
+    persistent: frozenset[str]
+    constants: dict[str, torch.Tensor]
+    branches: dict[str, fx.GraphModule]
+    values: tuple[ValueLooks, ...]
+    batched: tuple[bool, ...]
+    batch_size: int
+    training: bool
+    has_loss: bool
+    returned: Returned | None = None
+    checkpoint: str = ""
+    facts: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the batch size is baked in."""
+        return not any(self.batched)
+
+    def attribute(self, name: str) -> Any:
+        """What a `get_attr` node of the graph stands for."""
+        for table in (self.state, self.constants, self.branches):
+            if name in table:
+                return table[name]
+        raise KeyError(name)
+
+
+def target_of(node: fx.Node) -> Any:
+    """What the node calls or names (fx types it too widely to be of use)."""
+    return node.target
+
+
+def args_of(node: fx.Node) -> Any:
+    """The node's positional arguments (fx types them too widely to be of use)."""
+    return node.args
+
 
 aten = torch.ops.aten
 
@@ -170,3 +245,127 @@ def _estimate_branch(branch: fx.GraphModule, operands: list[Any], training: bool
         sum(step.facts.flops for step in walk.steps.values()),
         sum(step.facts.backward_flops for step in walk.steps.values()),
     )
+
+
+# Numbers for a walked trace: which node is which op, which slot is which tensor.
+#
+# Tensor ids count the batch's tensors, then parameters and buffers in the model's own order, then constants in order of
+# first use, then the results and internals of each op in graph order. Nothing here depends on names that the export
+# invented or on addresses, so two processes number alike.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """One op: its node and tensor ids. ``results`` follow the node's flattened results (None where no tensor)."""
+
+    node: fx.Node
+    inputs: tuple[int, ...]
+    results: tuple[int | None, ...]
+    internals: tuple[int, ...]
+    saved: tuple[int, ...]
+    written: tuple[int, ...]
+    aliased: tuple[int, ...]
+    random: bool
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Tensor ids of the results."""
+        return tuple(i for i in self.results if i is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One tensor: its slot, role and name (empty for what ops make: they are named after the op)."""
+
+    slot: Slot
+    role: Role
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureTable:
+    """All tensors and ops of a walk. ``of_node`` maps the nodes that stand for one tensor to its id."""
+
+    tensors: tuple[TensorRow, ...]
+    ops: tuple[OpRow, ...]
+    of_node: dict[fx.Node, int]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def build_table(trace: FlatTrace, walk: Walk) -> CaptureTable:
+    """Number the tensors and ops of ``walk``."""
+    builder = _Builder(trace, walk)
+    builder.add_sources()
+    for node in trace.graph.nodes:
+        if node in walk.steps:
+            builder.add_op(node)
+    output = next(node for node in trace.graph.nodes if node.op == "output")
+    return CaptureTable(
+        tensors=tuple(builder.tensors),
+        ops=tuple(builder.ops),
+        of_node={
+            node: builder.numbers[slot]
+            for node, slot in walk.env.items()
+            if isinstance(slot, Slot) and slot in builder.numbers
+        },
+        inputs=tuple(i for i, row in enumerate(builder.tensors) if row.role == "input"),
+        outputs=tuple(
+            builder.numbers[walk.env[leaf]]
+            for leaf in output.args[0]
+            if isinstance(leaf, fx.Node) and isinstance(walk.env[leaf], Slot)
+        ),
+    )
+
+
+class _Builder:
+    def __init__(self, trace: FlatTrace, walk: Walk) -> None:
+        self._trace = trace
+        self._walk = walk
+        self.tensors: list[TensorRow] = []
+        self.ops: list[OpRow] = []
+        self.numbers: dict[Slot, int] = {}
+
+    def add_sources(self) -> None:
+        nodes = list(self._trace.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for node, name in zip(placeholders, self._trace.layout.names, strict=True):
+            self._add(self._walk.env[node], "input", name)
+        used = {node.target: self._walk.env[node] for node in nodes if node.op == "get_attr"}
+        state = self._trace.state.items()
+        for role in ("parameter", "buffer"):
+            for name, tensor in state:
+                if isinstance(tensor, torch.nn.Parameter) == (role == "parameter"):
+                    self._add(used[name] if name in used else Slot(ValueLooks.of(tensor), -1), role, name)
+        for name, slot in used.items():
+            if name in self._trace.constants:
+                self._add(slot, "constant", name)
+
+    def add_op(self, node: fx.Node) -> None:
+        step = self._walk.steps[node]
+        args = fx.node.map_arg(node.args, self._walk.env.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, self._walk.env.__getitem__)
+        written, aliased = written_and_aliased(node.target, args, kwargs, Slot)
+        results = tuple(None if slot is None else self._add(slot, "activation", "") for slot in step.results)
+        if not written and all(i is None for i in results):
+            return
+        internals = tuple(self._add(slot, "saved", "") for slot in step.internals)
+        inputs = tuple(self.numbers[slot] for slot in step.arguments)
+        sources: dict[str, Any] = {"argument": inputs, "result": results, "internal": internals}
+        self.ops.append(
+            OpRow(
+                node=node,
+                inputs=inputs,
+                results=results,
+                internals=internals,
+                saved=tuple(sources[where][position] for where, position in step.facts.saved),
+                written=tuple(dict.fromkeys(self.numbers[slot] for slot in written)),
+                aliased=tuple(dict.fromkeys(self.numbers[slot] for slot in aliased)),
+                random=draws_random(node.target, args, kwargs),
+            )
+        )
+
+    def _add(self, slot: Slot, role: Role, name: str) -> int:
+        self.numbers[slot] = len(self.tensors)
+        self.tensors.append(TensorRow(slot=slot, role=role, name=name))
+        return self.numbers[slot]

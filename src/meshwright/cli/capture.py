@@ -8,9 +8,17 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.json_output import print_json
-from meshwright.cli.models import ImageOption, JsonOption, Mode, ModelArgument, SequenceOption, graphs_of, model_sizes
+from meshwright.cli.model_arguments import (
+    ImageOption,
+    JsonOption,
+    Mode,
+    ModelArgument,
+    SequenceOption,
+    graphs_of,
+    model_sizes,
+)
 from meshwright.cli.output import print_tables
-from meshwright.spec.codec import write_document
+from meshwright.spec import write_document
 
 
 def capture(

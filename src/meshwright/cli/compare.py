@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.json_output import print_document
-from meshwright.cli.models import JsonOption
+from meshwright.cli.model_arguments import JsonOption
 from meshwright.cli.output import print_tables
-from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
-from meshwright.cli.traces import TraceRanksOption, traced_ranks
-from meshwright.spec.codec import encode_document, read_document, write_document
-from meshwright.spec.timeline import Timeline
+from meshwright.cli.record_tables import TraceRanksOption, traced_ranks
+from meshwright.cli.written_pages import HtmlOption, OpenOption, page_path, provenance, put_page
+from meshwright.spec import Timeline, encode_document, read_document, write_document
 
 
 def compare(

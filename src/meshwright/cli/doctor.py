@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.json_output import print_json
-from meshwright.cli.models import JsonOption
+from meshwright.cli.model_arguments import JsonOption
 from meshwright.cli.output import print_tables
-from meshwright.spec.units import format_count
+from meshwright.spec import format_count
 
 if TYPE_CHECKING:
     from meshwright.host import Finding

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.spec.errors import ScheduleReferenceError
+from meshwright.spec import Plan, ScheduleReferenceError
 from meshwright.spec.own_code import importable, load_function, reported, split_reference
-from meshwright.spec.plan import Plan
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel

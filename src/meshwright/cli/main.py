@@ -25,11 +25,11 @@ VERBS = {
         "Time the model's ops, the optimizers and the links of this machine, on a GPU or on its processors.",
     ),
     "plan": (
-        "meshwright.cli.plan.command:plan",
+        "meshwright.cli.plan.plan_command:plan",
         "Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight.",
     ),
     "simulate": (
-        "meshwright.cli.simulate.command:simulate",
+        "meshwright.cli.simulate.simulate_command:simulate",
         "Predict when every instruction of a plan runs, its step time and each rank's peak memory.",
     ),
     "run": (
@@ -114,7 +114,7 @@ def _version(
 
 def run() -> None:
     """Entry point of the ``meshwright`` command."""
-    from meshwright.cli.console import accept_any_character
+    from meshwright.cli.output import accept_any_character
 
     accept_any_character()
     sys.exit(invoke(sys.argv[1:]))
@@ -139,7 +139,7 @@ def _check_characters(arguments: list[str]) -> None:
     """Raise DocumentError for arguments that are not UTF-8: they can be neither printed nor stored as names."""
     for word in arguments:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
-            from meshwright.spec.errors import DocumentError
+            from meshwright.spec import DocumentError
 
             raise DocumentError(f"{word[:200]!r} is not valid UTF-8; expected names that are. Rename the file.")
 
@@ -148,7 +148,7 @@ def _report(error: Exception, arguments: list[str]) -> int:
     """Print on standard error why a command ended, and return its exit code; reraises bugs of Meshwright itself."""
     from meshwright.cli.output import report_error
     from meshwright.extras import explain_missing, missing_of
-    from meshwright.spec.errors import MeshwrightError
+    from meshwright.spec import MeshwrightError
 
     if isinstance(error, MeshwrightError):
         report_error(str(error))

@@ -14,17 +14,18 @@ import typer
 from rich.text import Text
 
 from meshwright.cli.json_output import print_json
-from meshwright.cli.measure_batches import measure_batches_table, read_known
-from meshwright.cli.measure_calibrate import calibrate_table
-from meshwright.cli.measure_device import measure_device, write_device_table
-from meshwright.cli.measure_links import measure_links_table
-from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
+from meshwright.cli.measure_more import (
+    calibrate_table,
+    measure_batches_table,
+    measure_device,
+    measure_links_table,
+    read_known,
+    write_device_table,
+)
+from meshwright.cli.model_arguments import ImageOption, JsonOption, SequenceOption, model_sizes
 from meshwright.cli.output import note, print_tables, terminal_sink
-from meshwright.cli.records import op_rows, op_tables
-from meshwright.spec.codec import encode_document, write_document
-from meshwright.spec.errors import DocumentError
-from meshwright.spec.files import write_text
-from meshwright.spec.units import format_count
+from meshwright.cli.record_tables import op_rows, op_tables
+from meshwright.spec import DocumentError, encode_document, format_count, write_document, write_text
 
 if TYPE_CHECKING:
     from meshwright.records import Imported

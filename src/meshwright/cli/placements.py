@@ -8,13 +8,11 @@ from rich.text import Text
 
 from meshwright.cli.json_output import print_json
 from meshwright.cli.output import grid_width, print_tables
-from meshwright.spec.units import format_bytes, format_count, format_seconds
+from meshwright.spec import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from meshwright.simulator import Contention, Simulation
-    from meshwright.spec.cluster import Cluster
-    from meshwright.spec.graph import Graph
-    from meshwright.spec.placement import Placement
+    from meshwright.spec import Cluster, Graph, Placement
 
 
 def print_placement(
@@ -57,7 +55,7 @@ def rank_rows(placement: Placement, graph: Graph, result: Simulation, machine: C
     Keys: ``rank``, ``device``, ``num_stages``, ``num_ops``, ``busy_s`` (in the simulated steps), ``sent_bytes`` (values
     of one microbatch that other ranks read), ``peak_memory_bytes``.
     """
-    from meshwright.spec.placed_slices import slice_placement
+    from meshwright.spec import slice_placement
 
     busy, stages = result.timeline.busy_seconds(), slice_placement(graph, placement)
     width = placement.workload.float_bytes

@@ -6,26 +6,50 @@ import shlex
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
 from rich.text import Text
 
 from meshwright.cli.json_output import print_json
-from meshwright.cli.models import Mode
+from meshwright.cli.model_arguments import Mode
 from meshwright.cli.output import note, print_tables
-from meshwright.spec.errors import PlanError
+from meshwright.spec import Placement, Plan, PlanError
 from meshwright.spec.exchange import WAVES
-from meshwright.spec.made_with import MadeWith
+from meshwright.spec.made_with import MadeWith, recall
 from meshwright.spec.precision import Precision, numbers_of
 from meshwright.spec.scenario import Price, Scenario, load_scenario
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from meshwright.cost import CostModel
     from meshwright.planner import NothingFitsError, RankedPlan
     from meshwright.spec import Cluster, DeviceKind, Graph
+
+
+# What a plan was made with, used as default where the command line gives nothing else.
+
+
+def recall_software(plan: Plan | Placement, given: str | None) -> str | None:
+    """The training software that a plan is estimated for: the given one, or the plan's own, with a remark."""
+    if given is None and plan.made_with.predicted_for:
+        note(f"Estimated for {plan.made_with.predicted_for}, as the plan was made.")
+    return given or plan.made_with.predicted_for or None
+
+
+def recall_measurements(
+    plan: Plan | Placement | None, plan_file: Path | None, given: Path | None, cluster: str | None = None
+) -> Path | None:
+    """The measurements that a plan is estimated with: those given, or those it was made with. Prints a remark on them.
+
+    On another ``cluster`` than the plan's, and without a plan, only those given.
+    """
+    if plan is None or plan_file is None or cluster not in (None, plan.cluster):
+        return given
+    recalled = recall(plan.made_with, plan_file, given)
+    if recalled.remark:
+        note(recalled.remark)
+    return recalled.measurements
 
 
 def as_written(item: RankedPlan, cluster: str, made_with: MadeWith) -> RankedPlan:

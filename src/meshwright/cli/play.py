@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from meshwright.cli.models import graphs_of, planned_target
+from meshwright.cli.model_arguments import graphs_of, planned_target
 from meshwright.cli.output import note, open_address, print_tables, terminal_sink
-from meshwright.cli.plan.command import make_problem
-from meshwright.cli.plan.request import PlanRequest
-from meshwright.cli.recalling import recall_measurements
+from meshwright.cli.plan.plan_command import make_problem
+from meshwright.cli.plan.plan_request import PlanRequest
+from meshwright.cli.planning import recall_measurements
 from meshwright.playground import (
     Controls,
     MeasuredTable,
@@ -25,18 +25,24 @@ from meshwright.playground import (
     state_of_cluster,
     to_query,
 )
-from meshwright.playground.state import MAX_NAME_LENGTH
+from meshwright.playground.controls import MAX_NAME_LENGTH
 from meshwright.program import find_schedule
-from meshwright.spec.codec import decode_document, document_kind
-from meshwright.spec.errors import ModelReferenceError, PlaygroundError, ScheduleReferenceError
-from meshwright.spec.graph import Graph
+from meshwright.spec import (
+    Graph,
+    ModelReferenceError,
+    Plan,
+    PlaygroundError,
+    ScheduleReferenceError,
+    check_plan,
+    decode_document,
+    shipped_graphs,
+)
+from meshwright.spec.codec import document_kind
 from meshwright.spec.made_with import UNKNOWN
 from meshwright.spec.model_files import is_stored_graph
 from meshwright.spec.own_code import split_reference
 from meshwright.spec.parsing import read_data
-from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.precision import Precision
-from meshwright.spec.shipped import shipped_graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,23 +11,26 @@ import typer
 from rich.text import Text
 
 from meshwright.cli.json_output import print_json
-from meshwright.cli.models import graph_to_show
+from meshwright.cli.model_arguments import graph_to_show
 from meshwright.cli.output import grid_width, print_tables
-from meshwright.spec.codec import encode_document
-from meshwright.spec.errors import DocumentError, ScheduleReferenceError
-from meshwright.spec.files import refuse_replacing, write_text
+from meshwright.spec import (
+    DocumentError,
+    Placement,
+    Plan,
+    ScheduleReferenceError,
+    encode_document,
+    format_count,
+    write_text,
+)
+from meshwright.spec.files import refuse_replacing
 from meshwright.spec.own_code import split_reference
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import BASIC_SCHEDULES, Plan
-from meshwright.spec.units import format_count
+from meshwright.spec.plan import BASIC_SCHEDULES
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.planner import RankedPlan
     from meshwright.simulator import Contention
-    from meshwright.spec.cluster import Cluster
-    from meshwright.spec.graph import Graph
-    from meshwright.spec.program import Program
+    from meshwright.spec import Cluster, Graph, Program
 
 
 def show_schedule(value: Any, document: str, as_json: bool, out: Path | None = None) -> None:

@@ -6,32 +6,252 @@ request of a server for some seconds, for Perfetto.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import http.client
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote, urlsplit
 
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
 from meshwright.cli.json_output import name_schema, print_json
-from meshwright.cli.models import JsonOption
+from meshwright.cli.model_arguments import JsonOption
 from meshwright.cli.output import note, print_tables, terminal_sink
-from meshwright.cli.serve_models import models
-from meshwright.cli.serve_run import replay, run
+from meshwright.spec import (
+    Arrivals,
+    Deployment,
+    DocumentError,
+    Gamma,
+    Poisson,
+    ServingError,
+    Trace,
+    format_count,
+    format_percent,
+    format_seconds,
+    read_deployment,
+    write_text,
+)
 from meshwright.spec.codec import dump_json
-from meshwright.spec.deployment import Arrivals, Gamma, Poisson, Trace, read_deployment
-from meshwright.spec.errors import DocumentError, ServingError
-from meshwright.spec.files import refuse_replacing, write_bytes, write_text
-from meshwright.spec.quantities import Seconds
-from meshwright.spec.units import format_count, format_percent, format_seconds
+from meshwright.spec.files import refuse_replacing, write_bytes
+from meshwright.spec.server import MOST_FRONTS, MOST_WORKERS
+from meshwright.spec.units import Seconds
 
 if TYPE_CHECKING:
     from meshwright.serving.load import LoadResult, RequestStream
+    from meshwright.serving.server.supervisor import Supervisor
+
+
+# ``meshwright serve DEPLOYMENT``: a server of models under deadlines, until it is stopped.
+
+
+def run(
+    deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="Models and devices (.toml or .json).")],
+    policy: Annotated[
+        str | None, typer.Option(help="Which policy decides: a name with settings, or your own, file.py:Class.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="The address to listen at; 0.0.0.0 means all addresses of this machine.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="The port of requests; 0 for a free one.", min=0, max=65_535)] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="The port of requests over gRPC; 0 for a free one.", min=0, max=65_535)
+    ] = None,
+    grpc: Annotated[bool | None, typer.Option(help="Whether to serve gRPC as well.", show_default=False)] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="The port of metrics, on this machine only; 0 for a free one.", min=0, max=65_535)
+    ] = None,
+    fronts: Annotated[int | None, typer.Option(help="Processes that read requests.", min=1, max=MOST_FRONTS)] = None,
+    devices: Annotated[int | None, typer.Option(help="Workers, one process each.", min=1, max=MOST_WORKERS)] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Requests must carry the token in this file.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Write all events and decisions to this file, for `serve replay`.")
+    ] = None,
+) -> None:
+    """Serve models over HTTP and gRPC (Open Inference Protocol v2), each request by its deadline.
+
+    Ctrl-C stops the server in order.
+    """
+    from meshwright.serving.policies.named import load_policy
+
+    given = read_deployment(deployment)
+    asked: dict[str, Any] = {"host": host, "port": port, "grpc": grpc, "grpc_port": grpc_port}
+    asked |= {"admin_port": admin_port, "fronts": fronts}
+    chosen = replace(
+        given,
+        policy=policy or given.policy,
+        devices=devices or given.devices,
+        server=replace(given.server, **{name: value for name, value in asked.items() if value is not None}),
+    )
+    load_policy(chosen.policy)
+    asyncio.run(_serve(chosen, deployment, log, token_file))
+
+
+async def _serve(deployment: Deployment, file: Path, log: Path | None, token_file: Path | None) -> None:
+    from meshwright.serving.server.admin import serve_admin
+    from meshwright.serving.server.supervisor import Supervisor
+
+    supervisor = Supervisor(deployment, log=log, token_file=token_file, told=_tell)
+    loop = asyncio.get_running_loop()
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            loop.add_signal_handler(getattr(signal, name), supervisor.stop)
+    parts = (supervisor.run(), serve_admin(supervisor, file, token_file), _welcome(supervisor))
+    tasks = [asyncio.create_task(each) for each in parts]
+    try:
+        # The first failure is reported.
+        await asyncio.gather(*tasks)
+    finally:
+        if any(not task.done() for task in tasks):
+            supervisor.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _welcome(supervisor: Supervisor) -> None:
+    await supervisor.wait_until_ready()
+    if not supervisor.is_ready:
+        return
+    deployment, server = supervisor.deployment, supervisor.deployment.server
+    models = format_count(sum(model.copies for model in deployment.models), "model")
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    over_grpc = f" and grpc://{host}:{supervisor.grpc_port}" if server.grpc else ""
+    note(
+        f"Ready: {models} on {format_count(deployment.devices, 'device')} by policy {deployment.policy}, at "
+        f"http://{host}:{supervisor.port}/v2{over_grpc}; metrics at "
+        f"http://127.0.0.1:{supervisor.admin_port}/metrics. "
+        "Ctrl-C ends it."
+    )
+
+
+def _tell(name: str, facts: dict[str, Any]) -> None:
+    """The message for an event that a user should know at once; loading is reported for the first worker only."""
+    match facts["kind"]:
+        case "ended" if facts["again"] and (facts["code"] or not facts["is_released"]):
+            why = "" if facts["error"] is None else f" ({facts['error']})"
+            note(f"{name} ended with {_meaning(facts['code'])}{why}; it is started again.")
+        case "broken":
+            note(f"worker-{facts['worker']} lacks a model, and is started again: {facts['text']}")
+        case "loading" if facts["device"] == 0:
+            note(f"Loading {facts['model']} ({facts['place'] + 1} of {facts['of']}).")
+        case "warming" if facts["device"] == 0:
+            note("Warming up; latencies that the deployment does not state are measured.")
+        case "preparing":
+            note(f"Preparing the policy {facts['policy']}; the first time it is compiled, in some seconds.")
+        case "hire":
+            note(f"worker-{facts['device']} is started, because the load grows.")
+        case "release":
+            note(f"worker-{facts['device']} is handed back, because the load falls.")
+        case "failure":
+            note(f"{facts['model']} failed on a sample: {facts['text']}")
+        case "limited" if name == "front-0":
+            note(
+                f"The system lets a front have {facts['files']} files open; connections may need {facts['wanted']}. "
+                f"There can be {facts['connections']} connections. Raise the limit (ulimit -Hn), or give fewer "
+                f"connections in [server]."
+            )
+        case "unlogged" | "unstarted":
+            note(facts["text"])
+        case "stuck":
+            note(f"worker-{facts['worker']} has computed one batch for {facts['seconds']:.3g} s; it is killed.")
+        case _:
+            pass
+
+
+def _meaning(code: int) -> str:
+    """An exit code, or the signal that killed the process."""
+    try:
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", exists=True, dir_okay=False, help="What `serve --log` wrote.")],
+) -> None:
+    """Repeat all decisions of a server: feed the events of its log through its policy, and compare."""
+    from meshwright.serving.server.replay import replay_log
+
+    events, decisions = replay_log(log)
+    print(f"{events} events, {decisions} decisions: all equal.")
+
+
+# ``meshwright serve models``: list a server's models; load and unload models while it serves.
+
+# Large models take their time to load.
+_LIMIT_S = 3600.0
+_MOST_BYTES = 2**24
+
+
+def models(
+    url: Annotated[str, typer.Argument(metavar="ADMIN-URL", help="The server's admin address: http://127.0.0.1:8002.")],
+    load: Annotated[
+        list[str] | None, typer.Option(help="Load a model as it is in the deployment's file now. Can be repeated.")
+    ] = None,
+    unload: Annotated[
+        list[str] | None, typer.Option(help="Unload a model after its queued requests are answered. Can be repeated.")
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Serve exactly the models that the deployment's file has now.")
+    ] = False,
+    token_file: Annotated[Path | None, typer.Option(help="A file with the token that the server requires.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the models of a server, or have it load and unload some while it answers requests.
+
+    A model that is loaded again is served by its former version until the new one is ready. A load that fails changes
+    nothing.
+    """
+    from meshwright.report import make_table
+
+    paths = ["update"] if update else []
+    paths += [f"models/{quote(name, safe='')}/load" for name in load or []]
+    paths += [f"models/{quote(name, safe='')}/unload" for name in unload or []]
+    for path in paths or ["index"]:
+        rows = _post(url, path, token_file)
+    if as_json:
+        print_json("served-models", {"models": rows})
+    else:
+        print_tables(make_table(rows))
+
+
+def _post(url: str, path: str, token_file: Path | None) -> Any:
+    """The answer of a server's admin port. Raises ServingError for a bad address or a missing or refusing server."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "http" or host is None or port is None:
+        raise ServingError(f"{url!r} is not an admin address; expected one such as http://127.0.0.1:8002.")
+    headers = {}
+    if token_file is not None:
+        from meshwright.serving.server.tokens import read_token
+
+        headers["Authorization"] = f"Bearer {read_token(token_file)}"
+    connection = http.client.HTTPConnection(host, port, timeout=_LIMIT_S)
+    try:
+        connection.request("POST", f"/v2/repository/{path}", headers=headers)
+        answer = connection.getresponse()
+        document = json.loads(answer.read(_MOST_BYTES))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ServingError(
+            f"No server's admin port answers at {url}: {why}. `meshwright serve` prints its address."
+        ) from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        said = document.get("error", document) if isinstance(document, dict) else document
+        raise ServingError(f"The server answered {answer.status}: {said}")
+    return document
 
 
 # The most seconds that the server needs beside the recording itself.

@@ -1,10 +1,9 @@
 """Costs: seconds and bytes of ops, transfers, optimizer steps and stages, from measurements or datasheets."""
 
-from meshwright.cost.costs import OpCosts, TotalSeconds, add_intervals
-from meshwright.cost.load import load_cost_model, other_torch
+from meshwright.cost.cost_model import CostModel
+from meshwright.cost.costs import Basis, OpCosts, TotalSeconds, add_intervals
+from meshwright.cost.load_model import load_cost_model, other_torch
 from meshwright.cost.memory import StageMemory
-from meshwright.cost.model import CostModel
-from meshwright.cost.prediction import Basis
 from meshwright.cost.roofline import LAUNCH_S
 from meshwright.cost.software import read_software
 

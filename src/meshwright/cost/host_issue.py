@@ -40,12 +40,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from meshwright.cost.autocast import cast_inputs
-from meshwright.cost.curves import fit_curve
+from meshwright.cost.costs import Interval
+from meshwright.cost.op_estimates import fit_curve
 from meshwright.cost.optimizers import default_loop, measured_as, num_operations
-from meshwright.cost.prediction import Interval
 from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.traits import family_of, operator_name, passes_of
-from meshwright.spec.codec import decode_document
+from meshwright.spec import decode_document
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshwright.cost.conversions import (
+from meshwright.cost.autocast import Widths
+from meshwright.cost.conversion_costs import (
     is_tf32_by_default,
     op_type,
     product_type,
@@ -21,28 +22,26 @@ from meshwright.cost.conversions import (
 )
 from meshwright.cost.costs import gather_costs
 from meshwright.cost.fusion.unit_costs import ClassCosts, UnitEstimator
-from meshwright.cost.gpu.launch_costs import estimate_launches
+from meshwright.cost.gpu.gpu_products import is_modelled, shipped_gpu
+from meshwright.cost.gpu.launches import estimate_launches
 from meshwright.cost.gpu.padding import estimate_padded, without_odd_sizes
-from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
 from meshwright.cost.host_issue import issue_seconds
 from meshwright.cost.kernels import KernelQueries, estimate_kernels, shipped_model
 from meshwright.cost.memory import backend_of
-from meshwright.cost.table import estimate_op
+from meshwright.cost.op_estimates import estimate_op
 from meshwright.cost.traits import family_of
-from meshwright.cost.widths import Widths
 from meshwright.cost.work import key_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.cost.classes import OpClasses
     from meshwright.cost.costs import OpCost, OpCosts
     from meshwright.cost.kernels import KernelModel
+    from meshwright.cost.op_classes import OpClasses
+    from meshwright.cost.op_estimates import OpTable, TracedOps
     from meshwright.cost.roofline import RooflineSeconds
     from meshwright.cost.software import Software
-    from meshwright.cost.table import OpTable
-    from meshwright.cost.teams import TeamCosts
-    from meshwright.cost.traced import TracedOps
+    from meshwright.cost.team_costs import TeamCosts
     from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
 

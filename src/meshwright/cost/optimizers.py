@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from meshwright.cost.costs import cost_of_seconds
-from meshwright.cost.curves import Curve, fit_curve
+from meshwright.cost.costs import Interval, cost_of_seconds
+from meshwright.cost.gpu.gpu_products import is_modelled, shipped_gpu
 from meshwright.cost.gpu.launches import copied
-from meshwright.cost.gpu.rates import is_modelled, shipped_gpu
-from meshwright.cost.prediction import Interval
+from meshwright.cost.op_estimates import Curve, fit_curve
 from meshwright.cost.roofline import LAUNCH_S
 from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.spec.precision import Numbers, numbers_of
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.costs import Cost
-    from meshwright.cost.prediction import Basis
+    from meshwright.cost.costs import Basis, Cost
     from meshwright.spec import DeviceKind, Graph, Measurements, Optimizer, Tensor, Workload
 
 # Torch's loops over the parameters in an optimizer step.

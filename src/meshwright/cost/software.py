@@ -12,8 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import ClassVar, Literal
 
-from meshwright.spec import MeasurementError, suggest
-from meshwright.spec.codec import decode_document
+from meshwright.spec import MeasurementError, decode_document, suggest
 from meshwright.spec.parsing import read_data
 
 # A year, or a year and a month.

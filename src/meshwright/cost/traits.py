@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshwright.cost.work import Amount, key_in, name_in, operators, read_work
-from meshwright.spec.units import DTYPE_BYTES
+from meshwright.spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

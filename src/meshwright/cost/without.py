@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from meshwright.cost.model import CostModel
+from meshwright.cost.cost_model import CostModel
 
 
 def without_devices(cost: CostModel, ranks: Collection[int]) -> CostModel:

@@ -1,15 +1,12 @@
 """This machine: versions, devices, memory, links, reachability; and a Cluster made from them. Loads no torch."""
 
-from meshwright.host.checks import examine
-from meshwright.host.cluster_file import cluster_toml
-from meshwright.host.describe import Described, Machine, describe_machine
+from meshwright.host.describe_host import Described, Machine, cluster_toml, describe_machine
 from meshwright.host.findings import Finding
-from meshwright.host.gpus import GpuState, find_gpu_state
-from meshwright.host.host import Host
-from meshwright.host.known_gpus import name_gpu
+from meshwright.host.gpus import GpuState, find_gpu_state, name_gpu
+from meshwright.host.host import Host, Rates
+from meshwright.host.host_checks import examine
 from meshwright.host.machine import devices_to_measure, find_machine
 from meshwright.host.processor import processor_name
-from meshwright.host.rates import Rates
 from meshwright.host.reach import parse_address
 from meshwright.host.torch_probe import TorchFacts, ask_torch
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.host.describe import Machine
-from meshwright.host.gpus import DeviceTopology, Gpu, find_gpus, find_topology
+from meshwright.host.describe_host import Machine
+from meshwright.host.gpus import DeviceTopology, Gpu, find_gpus, find_topology, know_gpu
 from meshwright.host.host import Host
-from meshwright.host.known_gpus import know_gpu
-from meshwright.host.memory import find_memory
-from meshwright.host.nics import choose_nics
+from meshwright.host.memory_limits import find_memory
 from meshwright.host.processor import find_processor
+from meshwright.host.reach import choose_nics
 from meshwright.host.torch_probe import TorchFacts
 
 

@@ -12,9 +12,9 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.host.cgroups import cgroup_folders
 from meshwright.host.findings import Finding
 from meshwright.host.host import Host
+from meshwright.host.memory_limits import cgroup_folders
 from meshwright.spec import format_count
 
 

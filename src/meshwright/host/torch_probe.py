@@ -1,8 +1,8 @@
 """Facts from torch, determined in separate processes.
 
 Importing torch takes seconds, and a broken driver can hang or kill the importing process. So two child processes run
-`meshwright.measurement.probe` with a time limit: they meet over a TCP store, add two tensors with gloo, and the first
-prints versions and devices, one JSON line each. Lines printed before a failure are kept.
+`meshwright.measurement.machine_table` with a time limit: they meet over a TCP store, add two tensors with gloo, and the
+first prints versions and devices, one JSON line each. Lines printed before a failure are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.spec import format_bytes
 
 PROBE_TIMEOUT_S = 40.0
 # -P: ignore a json.py in the user's folder.
-_PROBE = (sys.executable, "-P", "-W", "ignore", "-m", "meshwright.measurement.probe")
+_PROBE = (sys.executable, "-P", "-W", "ignore", "-m", "meshwright.measurement.machine_table")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,29 +1,28 @@
 """Times ops, optimizer steps, transfers and batches of whole models on this machine, into one measurement table."""
 
-from meshwright.measurement.allocation import is_out_of_memory
 from meshwright.measurement.batches import measure_batches
-from meshwright.measurement.device_clock import CudaClock, DeviceClock, Sample
-from meshwright.measurement.device_issue import measure_call, measure_issue
-from meshwright.measurement.device_ops import (
+from meshwright.measurement.clocks import CudaClock, DeviceClock, Sample
+from meshwright.measurement.copy_timing import measure_transfers
+from meshwright.measurement.device_rows import TableSizes as TableSizes
+from meshwright.measurement.device_rows import measure_device_table
+from meshwright.measurement.device_timing import (
     DeviceOp,
     InputSpec,
     make_move,
     materialised,
+    measure_call,
     measure_device_ops,
+    measure_device_optimizers,
+    measure_issue,
     refuse_fatal,
 )
-from meshwright.measurement.device_optimizers import measure_device_optimizers
-from meshwright.measurement.device_table import TableSizes as TableSizes
-from meshwright.measurement.device_table import measure_device_table
 from meshwright.measurement.links import measure_links, measure_links_here
-from meshwright.measurement.machine import ALL_OPTIMIZERS, measure_machine
+from meshwright.measurement.machine_table import ALL_OPTIMIZERS, measure_machine, measure_rates
 from meshwright.measurement.merge import BATCH_CONDITIONS, merge_measurements
-from meshwright.measurement.ops import Company, OpRun, measure_ops
-from meshwright.measurement.optimizers import measure_optimizers
-from meshwright.measurement.processes import RankContext, run_ranks
-from meshwright.measurement.rates import measure_rates
+from meshwright.measurement.op_timing import Company, OpRun, measure_ops
+from meshwright.measurement.optimizer_timing import is_out_of_memory, measure_optimizers
+from meshwright.measurement.rank_processes import RankContext, run_ranks
 from meshwright.measurement.segments import OpSource, Segment, build_segments, covering_layers
-from meshwright.measurement.transfers import measure_transfers
 
 __all__ = [
     "ALL_OPTIMIZERS",

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.measurement.allocation import is_out_of_memory
-from meshwright.measurement.rates import finish
+from meshwright.measurement.machine_table import finish
+from meshwright.measurement.optimizer_timing import is_out_of_memory
 from meshwright.spec import BatchMeasurement, EventSink, MeasurementError, NullSink
 
 # Positional or keyword arguments of a model's forward.

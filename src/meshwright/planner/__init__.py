@@ -11,32 +11,38 @@ gains.
 from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.choices import Choices, Setting
 from meshwright.planner.diagnosis import NothingFitsError
-from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, rank_simulation
-from meshwright.planner.exchanges import (
+from meshwright.planner.evaluate import (
+    Breakdown,
+    RankedPlan,
+    evaluate_plan,
+    explain_step_interval,
+    predict_step_interval,
+    rank_simulation,
+)
+from meshwright.planner.exchange_search import (
     EXCHANGE_NAMES,
     ExchangeComparison,
     ExchangedPlan,
+    FoundPlan,
     compare_exchanges,
     cut_into_layers,
+    find_order,
     follow_own_order,
 )
-from meshwright.planner.found_orders import FoundPlan, find_order
-from meshwright.planner.interval import explain_step_interval, predict_step_interval
-from meshwright.planner.method import Limits, Method, Proposal, SearchState
 from meshwright.planner.methods import METHODS
 from meshwright.planner.methods.slicing import Slicing, SlicingProblem, solve_slicing
-from meshwright.planner.pages import plans_document, simulation_document
-from meshwright.planner.placing.constraints import Constraints
-from meshwright.planner.placing.place import place, seconds_on_one_device
+from meshwright.planner.placing.op_tasks import Constraints
+from meshwright.planner.placing.place_ops import place, seconds_on_one_device
+from meshwright.planner.plan_pages import plans_document, simulation_document
+from meshwright.planner.plan_shares import Share, Shares, find_shares
 from meshwright.planner.plans import Coverage, Plans, explain_difference
 from meshwright.planner.prices import within_budget
 from meshwright.planner.problem import Problem
 from meshwright.planner.replanning import replan, replan_seconds
-from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import DEFAULT_METHOD, search_plans
-from meshwright.planner.shardings import list_shardings
-from meshwright.planner.shares import Share, Shares, find_shares
-from meshwright.planner.whole_space import whole_space
+from meshwright.planner.search_method import Limits, Method, Proposal, SearchState
+from meshwright.planner.space import list_shardings
+from meshwright.planner.whole_space import compare_schedules, schedule_rows, whole_space
 
 __all__ = [
     "DEFAULT_METHOD",

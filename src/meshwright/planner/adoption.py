@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
-from meshwright.planner.even_slices import slice_evenly
+from meshwright.planner.rank_layouts import slice_evenly
 from meshwright.program import SCHEDULE_LAYOUTS, OrderFile, find_schedule, with_schedule
 from meshwright.spec import PlanError, StagePlan
 

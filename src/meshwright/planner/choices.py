@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from meshwright.planner.adoption import DEFAULT_CHUNKS
 from meshwright.program import name_schedule
-from meshwright.spec import PlanError
-from meshwright.spec.exchange import GradientExchange, ZeroStage
-from meshwright.spec.offload import ON_DEVICE, Offload
+from meshwright.spec import GradientExchange, Offload, PlanError, Sharding
+from meshwright.spec.exchange import ZeroStage
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import BASIC_SCHEDULES
-from meshwright.spec.recompute_words import words_in_layers
-from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec.recompute import words_in_layers
+from meshwright.spec.sharding import UNSHARDED
 
 
 class Setting(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from meshwright.planner.evaluate import RankedPlan
-from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.planner.search_method import Proposal, SearchState, Steps
 from meshwright.spec import Plan, StagePlan
 
 Stages = tuple[StagePlan, ...]

@@ -9,16 +9,15 @@ from typing import NoReturn
 from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.choices import Choices
 from meshwright.planner.evaluate import RankedPlan
-from meshwright.planner.method import SearchState
 from meshwright.planner.methods.slicing import CandidateSearch, PlanCandidate
-from meshwright.planner.methods.slicing.method import MAX_RANKS
+from meshwright.planner.methods.slicing.slicing_method import MAX_RANKS
 from meshwright.planner.problem import Problem
+from meshwright.planner.search_method import SearchState
 from meshwright.planner.space import Space
-from meshwright.spec import NoFeasiblePlanError, Offload, Plan, PlanError, format_bytes, format_seconds
+from meshwright.spec import NoFeasiblePlanError, Offload, Plan, PlanError, Sharding, format_bytes, format_seconds
 from meshwright.spec.exchange import WAVES, ZeroStage
 from meshwright.spec.memory import BUCKETS, MEMORY_PARTS
 from meshwright.spec.plan import BASIC_SCHEDULES, name_stages
-from meshwright.spec.sharding import Sharding
 
 # The smallest memory limit under which a plan exists is found to this share: finer than any usual reserve.
 _LIMIT_PRECISION = 0.01

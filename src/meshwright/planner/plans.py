@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.planner.evaluate import RankedPlan
-from meshwright.planner.interval import StepInterval
+from meshwright.planner.evaluate import RankedPlan, StepInterval
 from meshwright.planner.ranking import is_as_fast
 from meshwright.spec import Plan, PlanError, format_bytes, format_count, format_percent, format_seconds
 from meshwright.spec.html import Printer, html_table

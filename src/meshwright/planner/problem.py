@@ -3,8 +3,8 @@
 A **setting** is a choice that decides which graph a device computes and what it keeps: the number of devices, the split
 of ops over teams (tensor-, context- and expert-parallel groups), the ZeRO stage, recomputation and offload. Under a
 setting the problem is one without any of these (`Space`): its graphs are local graphs, its ranks are teams
-(`simulator.teams`). Stages, replicas, microbatches, schedule and ranks are left to choose. A plan of a space equals the
-plan of the whole graph except for the setting, which `Space.whole` adds.
+(`simulator.routes`). Stages, replicas, microbatches, schedule and ranks are left to choose. A plan of a space equals
+the plan of the whole graph except for the setting, which `Space.whole` adds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Literal, cast
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
 from meshwright.planner.choices import Choices, Setting
-from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.short import ShortGraph, shorten
 from meshwright.planner.space import Space, make_space
 from meshwright.spec import (
@@ -26,16 +25,50 @@ from meshwright.spec import (
     Graph,
     GraphError,
     MeshwrightError,
+    Offload,
     Plan,
     PlanError,
+    Recompute,
     Workload,
     read_recompute,
 )
 from meshwright.spec.exchange import ZeroStage
-from meshwright.spec.offload import Offload
-from meshwright.spec.recompute import Recompute
-from meshwright.spec.recompute_words import is_by_stage, name_recompute, word_of_first
+from meshwright.spec.recompute import is_by_stage, name_recompute, word_of_first
 from meshwright.spec.scenario import Scenario
+
+# Microbatch sizes to try, and divisors for the choice of sizes, replicas and stages.
+
+# Sizes tried by default: each needs the costs of the whole graph (0.1 to 0.3 s at 6,000 ops).
+MAX_MICROBATCH_SIZES = 12
+
+
+def microbatch_sizes(workload: Workload, given: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return sizes to try, ascending: the given ones, or divisors of the batch. Raises PlanError for a non-divisor."""
+    batch = workload.global_batch
+    if given:
+        wrong = [size for size in given if size < 1 or batch % size]
+        if wrong:
+            size = max(wrong[0], 1)
+            near = " or ".join(str(count * size) for count in (batch // size, batch // size + 1) if count)
+            raise PlanError(
+                f"A global batch of {batch} samples does not divide into microbatches of "
+                f"{', '.join(map(str, wrong))}. Choose sizes that divide {batch} "
+                f"({', '.join(map(str, divisors(batch)[:12]))}), or the nearest batch for {size}: {near}."
+            )
+        return tuple(sorted(set(given)))
+    found = divisors(batch)
+    if len(found) <= MAX_MICROBATCH_SIZES:
+        return tuple(found)
+    # Evenly spread on a logarithmic scale: the divisor nearest to each step of a geometric ladder.
+    steps = [batch ** (k / (MAX_MICROBATCH_SIZES - 1)) for k in range(MAX_MICROBATCH_SIZES)]
+    return tuple(sorted({min(found, key=lambda size: (abs(size / step - 1), size)) for step in steps}))
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending."""
+    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
+
 
 # With more settings than this, bounds decide which ones are searched in detail.
 FEW_SETTINGS = 4

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from meshwright.planner.evaluate import RankedPlan
-from meshwright.planner.interval import StepInterval
+from meshwright.planner.evaluate import RankedPlan, StepInterval
 from meshwright.spec import Plan
 from meshwright.spec.offload import ON_DEVICE
 

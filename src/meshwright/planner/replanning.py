@@ -22,17 +22,15 @@ from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
 from meshwright.cost.without import without_devices
 from meshwright.planner.choices import Choices
-from meshwright.planner.method import Limits, Proposal, SearchState, Steps
 from meshwright.planner.methods.auto import improve
 from meshwright.planner.methods.slicing import slicing
-from meshwright.planner.microbatches import divisors
 from meshwright.planner.plans import Plans
-from meshwright.planner.problem import Problem
+from meshwright.planner.problem import Problem, divisors
 from meshwright.planner.search import search_plans
-from meshwright.spec import Graph, Plan, PlanError, StagePlan, format_count
+from meshwright.planner.search_method import Limits, Proposal, SearchState, Steps
+from meshwright.spec import Graph, Plan, PlanError, Recompute, StagePlan, format_count
 from meshwright.spec.plan import BASIC_SCHEDULES
-from meshwright.spec.recompute import Recompute
-from meshwright.spec.recompute_words import RECOMPUTE_NAMES, name_recompute
+from meshwright.spec.recompute import RECOMPUTE_NAMES, name_recompute
 from meshwright.spec.scenario import Scenario
 
 _HALVINGS = 40

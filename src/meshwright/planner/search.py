@@ -18,9 +18,14 @@ from typing import NoReturn
 import numpy as np
 
 from meshwright.planner.diagnosis import raise_infeasible, require_possible
-from meshwright.planner.evaluate import RankedPlan, evaluate_plan, predict_latency, predict_makespan
-from meshwright.planner.interval import StepInterval, predict_step_interval
-from meshwright.planner.method import Limits, Method, Proposal, SearchState, checked
+from meshwright.planner.evaluate import (
+    RankedPlan,
+    StepInterval,
+    evaluate_plan,
+    predict_latency,
+    predict_makespan,
+    predict_step_interval,
+)
 from meshwright.planner.methods import check_shard_sizes, find_method
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.slicing import slicing
@@ -28,6 +33,7 @@ from meshwright.planner.plans import Coverage, Plans
 from meshwright.planner.prices import price_plan
 from meshwright.planner.problem import Problem
 from meshwright.planner.ranking import rank_plans
+from meshwright.planner.search_method import Limits, Method, Proposal, SearchState, checked
 from meshwright.spec import (
     DeadlockError,
     Graph,
@@ -40,7 +46,7 @@ from meshwright.spec import (
     format_seconds,
     with_branches,
 )
-from meshwright.spec.recompute_words import is_by_stage
+from meshwright.spec.recompute import is_by_stage
 
 DEFAULT_METHOD = "auto"
 

@@ -15,8 +15,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.spec import Graph
-from meshwright.spec.graph import Layer, Op, Tensor
+from meshwright.spec import Graph, Layer, Op, Tensor
 
 _KEPT = 3
 

@@ -9,11 +9,10 @@ background.
 The views are those of `meshwright.report.page`; the scripts beside this file contain the controls.
 """
 
+from meshwright.playground.controls import Controls, from_query, state_of_cluster, to_query
 from meshwright.playground.opening import state_of_plan
-from meshwright.playground.scenario import state_of_cluster
-from meshwright.playground.server import PlaygroundServer, serve
+from meshwright.playground.page_server import PlaygroundServer, serve
 from meshwright.playground.service import Service
-from meshwright.playground.state import Controls, from_query, to_query
 from meshwright.playground.workbench import MeasuredTable, OfferedModel, StateResult, Workbench
 
 __all__ = [

@@ -8,16 +8,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from meshwright.planner.layouts import LayoutName
-from meshwright.playground.layout import briefly, deal_of, deal_out, offload_of
-from meshwright.playground.state import AS_PLANNED, OFFLOAD_NAMES, Controls
-from meshwright.spec import GradientExchange, Graph, Plan
-from meshwright.spec.codec import dump_json, encode_document
+from meshwright.planner.rank_layouts import LayoutName
+from meshwright.playground.controls import AS_PLANNED, OFFLOAD_NAMES, Controls
+from meshwright.playground.page_layout import briefly, deal_of, deal_out, offload_of
+from meshwright.spec import (
+    GradientExchange,
+    Graph,
+    Plan,
+    Recompute,
+    encode_document,
+    format_count,
+    format_seconds,
+    recompute_choices,
+)
+from meshwright.spec.codec import dump_json
 from meshwright.spec.own_code import source_hash
-from meshwright.spec.recompute import Recompute
-from meshwright.spec.recompute_words import recompute_choices
 from meshwright.spec.sharding import UNSHARDED
-from meshwright.spec.units import format_count, format_seconds
 
 _MIB = 2**20
 

@@ -29,21 +29,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel, load_cost_model
-from meshwright.planner.evaluate import RankedPlan, rank_simulation
-from meshwright.playground.layout import (
+from meshwright.planner import RankedPlan, rank_simulation
+from meshwright.playground.controls import Controls, base_cluster, scenario_cost, scenario_of
+from meshwright.playground.opening import plan_key, state_of_plan
+from meshwright.playground.page_layout import (
     again_of,
     check_duration,
     check_shape,
     make_plan,
     sharding_of,
 )
-from meshwright.playground.opening import plan_key, state_of_plan
-from meshwright.playground.scenario import base_cluster, scenario_cost, scenario_of
-from meshwright.playground.state import Controls
 from meshwright.program import lower_graph
 from meshwright.simulator import Simulation, Teams, form_teams, simulate_plan
-from meshwright.spec import Cluster, DeviceKind, Graph, Plan, PlaygroundError
-from meshwright.spec.errors import suggest
+from meshwright.spec import Cluster, DeviceKind, Graph, Plan, PlaygroundError, suggest
 
 T = TypeVar("T")
 

@@ -15,13 +15,25 @@ afterwards  `repeat_body` unrolls it, `picture_schedule` draws it
 """
 
 from meshwright.program.buckets import Bucket, cut_pieces, exchange_of, gradient_buckets, num_bucket_copies
-from meshwright.program.build import build_folded_program, build_program
+from meshwright.program.build import Repeated, build_folded_program, build_program, repeat_body
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.decided import decided_program
-from meshwright.program.folding import Fold, folded_buckets
-from meshwright.program.found import FoundOrders, StageTimes, find_orders
-from meshwright.program.host_needs import HostNeeds, count_host_needs
-from meshwright.program.lowering import (
+from meshwright.program.host_offload import (
+    PIECES_AT_HAND,
+    HostNeeds,
+    HostPiece,
+    count_host_needs,
+    host_pieces,
+    stage_away,
+)
+from meshwright.program.order_bounds import Order
+from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
+from meshwright.program.order_search import FoundOrders, StageTimes, find_orders
+from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
+from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
+from meshwright.program.pipeline_folding import Fold, folded_buckets
+from meshwright.program.placed_program import PLACED, build_placed_program, trained_stages
+from meshwright.program.plan_lowering import (
     STAYS_EAGER,
     graph_of_program,
     lower_graph,
@@ -29,16 +41,8 @@ from meshwright.program.lowering import (
     own_workload,
     unlower_plan,
 )
-from meshwright.program.offload import PIECES_AT_HAND, HostPiece, host_pieces
-from meshwright.program.order import Order
-from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
-from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
-from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
-from meshwright.program.placed import PLACED, build_placed_program, trained_stages
-from meshwright.program.priorities import ReadyPart, order_parts
-from meshwright.program.progress import picture_schedule
-from meshwright.program.repeat import Repeated, repeat_body
-from meshwright.program.saved import stage_away
+from meshwright.program.program_check import picture_schedule
+from meshwright.program.rank_rules import ReadyPart, order_parts
 from meshwright.program.schedules import (
     SCHEDULE_LAYOUTS,
     SCHEDULES,
@@ -58,7 +62,7 @@ from meshwright.program.sharding import (
     parameter_groups,
     shard_graph,
 )
-from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from meshwright.spec import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
     "PIECES_AT_HAND",

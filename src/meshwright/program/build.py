@@ -13,40 +13,239 @@ for its microbatch. So a slow loader stalls the device, and a slow device stalls
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.traits import operator_name
-from meshwright.program.across_steps import reach_across
 from meshwright.program.buckets import gradient_buckets
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.crossings import Crossings, append_orders, append_transfers, find_crossings
-from meshwright.program.endless import build_endless
-from meshwright.program.exchange import append_exchange, find_trained
-from meshwright.program.folding import Fold, folded_buckets
-from meshwright.program.lowering import lower_plan
-from meshwright.program.offload import append_host_steps, host_pieces
-from meshwright.program.order import Order
+from meshwright.program.endless_program import build_endless
+from meshwright.program.gradient_exchange import append_exchange, find_trained
+from meshwright.program.host_offload import append_host_steps, append_saved, host_pieces
+from meshwright.program.order_bounds import Order
 from meshwright.program.order_files import OrderFile
 from meshwright.program.orders import compute_orders, named_orders
 from meshwright.program.own_schedules import OwnSchedule, find_schedule
-from meshwright.program.progress import play_orders, without_backwards
-from meshwright.program.saved import append_saved
+from meshwright.program.pipeline_folding import Fold, folded_buckets
+from meshwright.program.plan_lowering import lower_plan
+from meshwright.program.program_check import play_orders, without_backwards
 from meshwright.program.schedules import RankOrders
-from meshwright.program.schedules.columns import join_ranks
-from meshwright.program.transfers import Computations
-from meshwright.spec.codec import content_hash
-from meshwright.spec.errors import ScheduleError
-from meshwright.spec.graph import Graph, Op
-from meshwright.spec.instructions import Opcode
-from meshwright.spec.plan import Plan, check_plan
-from meshwright.spec.program import Program
-from meshwright.spec.slices import StageSlice, slice_graph
+from meshwright.program.schedules.seats import join_ranks
+from meshwright.program.stage_transfers import Computations, Crossings, append_orders, append_transfers, find_crossings
+from meshwright.spec import (
+    Graph,
+    Op,
+    Opcode,
+    Plan,
+    Program,
+    ScheduleError,
+    Section,
+    StageSlice,
+    check_plan,
+    content_hash,
+    slice_graph,
+)
+from meshwright.spec.instructions import UPDATES
+
+# Repeat a program's body as one section: increase microbatches and versions, and resolve late waits.
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Repeated:
+    """The section, and for each of its n instructions and m marks where it comes from.
+
+    ``source`` (n,) and ``mark_source`` (m,) are rows in the concatenated columns of prologue, body and epilogue;
+    ``step`` (n,) numbers the repetitions of the body (the prologue counts as the first, the epilogue as the last).
+    """
+
+    section: Section
+    source: Ids
+    mark_source: Ids
+    step: NDArray[np.int32]
+
+
+def repeat_body(program: Program, num_steps: int) -> Repeated:
+    """Return prologue, ``num_steps`` repetitions of the body, and epilogue as one section."""
+    made = [section for _, section in program.sections()]
+    which = [0, *[1] * num_steps, 2]
+    steps = [0, *range(num_steps), num_steps - 1]
+    parts = [made[index] for index in which]
+    lengths = np.array([np.diff(part.stream_offsets) for part in parts])
+    stream_offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=0))])
+    begins = stream_offsets[:-1] + np.cumsum(lengths, axis=0) - lengths
+    new = [
+        np.arange(part.num_instructions) + np.repeat(begin - part.stream_offsets[:-1], length)
+        for part, begin, length in zip(parts, begins, lengths, strict=True)
+    ]
+    order = np.argsort(np.concatenate(new), kind="stable")
+    source = _behind_each_other(which, [part.num_instructions for part in made])[order]
+    mark_source = _behind_each_other(which, [len(part.mark_instruction) for part in made])
+    step = np.repeat(np.array(steps, np.int32), [part.num_instructions for part in parts])[order]
+    columns = ("opcode", "stage", "microbatch", "version", "peer", "group", "num_bytes")
+    facts: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in made])[source] for name in columns}
+    updates = _updates_per_body(program, int(facts["stage"].max(initial=0)) + 1) if program.advance else np.zeros(1)
+    for name, advance in (("microbatch", program.advance), ("version", updates[facts["stage"] % len(updates)])):
+        counted = facts[name] + (step * advance).astype(np.int32)
+        facts[name] = np.where(facts[name] < 0, facts[name], counted)
+    section = Section(
+        stream_offsets=stream_offsets.astype(np.int64),
+        **facts,
+        **_waits(parts, new),
+        mark_instruction=np.concatenate([ids[part.mark_instruction] for ids, part in zip(new, parts, strict=True)]),
+        mark_index=np.concatenate([part.mark_index for part in parts]),
+        **_joins(parts, new),
+    )
+    return Repeated(section=section, source=source, mark_source=mark_source, step=step)
+
+
+def _behind_each_other(which: list[int], counts: list[int]) -> Ids:
+    first = np.cumsum([0, *counts])
+    return np.concatenate([np.arange(first[k], first[k + 1]) for k in which])
+
+
+def _updates_per_body(program: Program, num_stages: int) -> Ids:
+    """Return the number of weight versions that a repetition of the body makes for each stage."""
+    body = program.body
+    steps = np.flatnonzero(np.isin(body.opcode, UPDATES))
+    streams = np.repeat(np.arange(len(program.streams)), np.diff(body.stream_offsets))[steps]
+    made = np.bincount(body.stage[steps], minlength=num_stages)
+    pairs = np.unique(np.stack([streams, body.stage[steps]]), axis=1)
+    replicas: Ids = np.bincount(pairs[1], minlength=num_stages)
+    return made // np.maximum(replicas, 1)
+
+
+def _waits(parts: list[Section], new: list[Ids]) -> dict[str, Any]:
+    num_instructions, num_marks = sum(len(ids) for ids in new), 0
+    awaited, waiting = [], []
+    for place, (part, ids) in enumerate(zip(parts, new, strict=True)):
+        marks = num_instructions + num_marks + np.arange(len(part.mark_instruction))
+        awaited.append(np.concatenate([ids, marks])[part.waits])
+        waiting.append(np.repeat(ids, np.diff(part.wait_offsets)))
+        num_marks += len(part.mark_instruction)
+        for lag in np.unique(part.late_lag).tolist():
+            if 0 <= place - lag < len(parts) - 1:
+                meant = (part.late_lag == lag) & (part.late_section == min(place - lag, 1))
+                awaited.append(new[place - lag][part.late_awaited[meant]])
+                waiting.append(ids[part.late_instruction[meant]])
+    waiters = np.concatenate(waiting)
+    return {
+        "wait_offsets": np.append(0, np.cumsum(np.bincount(waiters, minlength=num_instructions))).astype(np.int64),
+        "waits": np.concatenate(awaited)[np.argsort(waiters, kind="stable")].astype(np.int64),
+    }
+
+
+def _joins(parts: list[Section], new: list[Ids]) -> dict[str, Any]:
+    joins = np.concatenate([ids[part.join_instruction] for part, ids in zip(parts, new, strict=True)])
+    order = np.argsort(joins)
+    return {"join_instruction": joins[order], "join_need": np.concatenate([part.join_need for part in parts])[order]}
+
+
+# Let the gradient reduction of one step overlap the next: every stage is updated just before its next forward.
+#
+# In a synchronous program, all sums are awaited at the end of a step. ByteScheduler crosses that barrier: the next
+# forward of a layer waits for the parameters of that layer alone. Here each optimizer step moves before the first
+# forward of its stage in the next step, and has late waits for the sums of the step before. So the first step is a
+# prologue without updates, and an epilogue makes the last updates; one repetition of the body is one step, from update
+# to backward. Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration" (SOSP
+# 2019), section 3.3.
+
+
+def reach_across(program: Program) -> Program:
+    """Return the program with its updates moved across the barrier between steps; unchanged if it has no updates."""
+    body = program.body
+    updates = np.flatnonzero(body.opcode == Opcode.OPTIMIZER_STEP)
+    if not len(updates):
+        return program
+    stream = np.repeat(np.arange(len(program.streams)), np.diff(body.stream_offsets))
+    place = np.arange(body.num_instructions, dtype=np.float64)
+    place[updates] = _first_forwards(body, stream)[stream[updates], body.stage[updates]] - 0.5
+    order = np.lexsort((place, stream))
+    stays = body.opcode != Opcode.OPTIMIZER_STEP
+    first = _select(body, np.flatnonzero(stays), stream)
+    whole, last = _select(body, order, stream), _select(body, updates, stream)
+    # Waits for sums become waits for those of the step before: for the prologue's in the first repetition.
+    waiting = np.repeat(np.arange(body.num_instructions), np.diff(body.wait_offsets))
+    late = np.flatnonzero(~stays[waiting])
+    sums = _Late(waiting[late], body.waits[late], np.ones(len(late), np.int32))
+    known = _Late(body.late_instruction, body.late_awaited, body.late_lag)
+    both = _Late(
+        np.concatenate([sums.waiting, known.waiting]),
+        np.concatenate([sums.awaited, known.awaited]),
+        np.concatenate([sums.lag, known.lag]),
+    )
+    return replace(
+        program,
+        prologue=first,
+        body=_wait_late(whole, order, both, (np.flatnonzero(stays), order)),
+        epilogue=_wait_late(last, updates, sums, (None, order)),
+    )
+
+
+class _Late(NamedTuple):
+    """Waiting and awaited instructions, and the lag in repetitions: rows of the body, shape (n,)."""
+
+    waiting: Ids
+    awaited: Ids
+    lag: NDArray[np.int32]
+
+
+def _first_forwards(body: Section, stream: Ids) -> Ids:
+    """Return the row of the first forward of each stage on each stream, shape (streams, stages)."""
+    forwards = np.flatnonzero(body.opcode == Opcode.FORWARD)
+    found = np.zeros((int(stream.max()) + 1, int(body.stage.max()) + 1), np.int64)
+    found[stream[forwards[::-1]], body.stage[forwards[::-1]]] = forwards[::-1]
+    return found
+
+
+def _places(rows: Ids, count: int) -> Ids:
+    """Return the index of each of ``count`` rows among the chosen ones, -1 for the others."""
+    places = np.full(count, -1, np.int64)
+    places[rows] = np.arange(len(rows))
+    return places
+
+
+def _select(body: Section, rows: Ids, stream: Ids) -> Section:
+    """Return a section of some rows, in their order, with their waits for each other, except those of updates."""
+    count = body.num_instructions
+    marks = np.flatnonzero(np.isin(body.mark_instruction, rows))
+    places = np.concatenate([_places(rows, count), np.full(len(body.mark_instruction), -1)])
+    places[count + marks] = len(rows) + np.arange(len(marks))
+    waiting = np.repeat(np.arange(count), np.diff(body.wait_offsets))
+    kept = np.flatnonzero(
+        (places[waiting] >= 0) & (places[body.waits] >= 0) & (body.opcode[waiting] != Opcode.OPTIMIZER_STEP)
+    )
+    kept = kept[np.argsort(places[waiting[kept]], kind="stable")]
+    counts = np.bincount(places[waiting[kept]], minlength=len(rows))
+    columns = ("opcode", "stage", "microbatch", "version", "peer", "group", "num_bytes")
+    return Section(
+        stream_offsets=np.searchsorted(stream[rows], np.arange(len(body.stream_offsets))).astype(np.int64),
+        **{name: getattr(body, name)[rows] for name in columns},
+        wait_offsets=np.append(0, np.cumsum(counts)).astype(np.int64),
+        waits=places[body.waits[kept]],
+        mark_instruction=places[body.mark_instruction[marks]],
+        mark_index=body.mark_index[marks],
+    )
+
+
+def _wait_late(section: Section, rows: Ids, late: _Late, earlier: tuple[Ids | None, Ids]) -> Section:
+    """Return the section with late waits, in rows of the old body, for the sections of the ``earlier`` rows."""
+    count = 1 + max(int(chosen.max(initial=0)) for chosen in (rows, *late[:2], *earlier) if chosen is not None)
+    known = [(number, _places(chosen, count)) for number, chosen in enumerate(earlier) if chosen is not None]
+    return replace(
+        section,
+        late_instruction=np.concatenate([_places(rows, count)[late.waiting] for _ in known]),
+        late_section=np.concatenate([np.full(len(late.waiting), number, np.int8) for number, _ in known]),
+        late_awaited=np.concatenate([places[late.awaited] for _, places in known]),
+        late_lag=np.tile(late.lag, len(known)),
+    )
 
 
 def build_program(plan: Plan, graph: Graph) -> Program:
@@ -154,9 +353,6 @@ def _check_written_buffers(plan: Plan, graph: Graph, stage: StageSlice, order: O
 def _writes_buffer(op: Op, stage: StageSlice) -> bool:
     """Whether an op is batch normalisation, or in place (torch's name ends with an underscore), on a buffer."""
     return ("batch_norm" in operator_name(op) or op.is_in_place) and not set(stage.buffers).isdisjoint(op.inputs)
-
-
-Ids = NDArray[np.int64]
 
 
 def append_loads(

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.spec import Program, ProgramError, Receive, Section, Send
 from meshwright.spec.control import Decision, Issue
-from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import INSTRUCTIONS, SENDS, STREAM_NAMES, Collective, Payload, Receive, Send
-from meshwright.spec.program import Program, Section
+from meshwright.spec.instructions import INSTRUCTIONS, SENDS, STREAM_NAMES, Collective, Payload
 
 PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 

@@ -12,12 +12,341 @@ replica of each, and without transfer time where both stages have a rank in comm
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwright.program.order_loops import NEEDS, Ints, OrderProblem
+from meshwright.compiled import compiled
+from meshwright.program.schedules import OrderColumns
+from meshwright.spec import Backward, BackwardInput, BackwardWeight, Forward, Opcode, Plan
+from meshwright.spec.instructions import Computation
+from meshwright.spec.own_code import order_file, split_reference
+
+# The order of one rank's computations, and the position of each in the user's own file.
+
+KINDS: dict[int, type[Computation]] = {
+    Opcode.FORWARD: Forward,
+    Opcode.BACKWARD: Backward,
+    Opcode.BACKWARD_INPUT: BackwardInput,
+    Opcode.BACKWARD_WEIGHT: BackwardWeight,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The computations of one rank, in order.
+
+    ``lines`` are the lines of the user's file where each is (empty for named schedules), ``places`` the number of the
+    action in its line of a file of orders, from 1.
+    """
+
+    rank: int
+    columns: OrderColumns
+    lines: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def item(self, place: int) -> Computation:
+        """Return the typed view of one computation."""
+        columns = self.columns
+        kind = KINDS[int(columns.opcode[place])]
+        return kind(stage=int(columns.stage[place]), microbatch=int(columns.microbatch[place]))
+
+    @property
+    def items(self) -> tuple[Computation, ...]:
+        """All computations, typed."""
+        return tuple(self.item(place) for place in range(len(self)))
+
+    def where(self, plan: Plan, place: int) -> str:
+        """Return the position of an item in the user's file, for messages; '' for named schedules."""
+        if not self.lines or not self.lines[place]:
+            return ""
+        parts = split_reference(plan.schedule)
+        path = parts[0] if parts else order_file(plan.schedule)
+        action = f", action {self.places[place]}" if self.places else ""
+        return f" ({path}:{self.lines[place]}{action})"
+
+
+# Play orders with given times in a compiled loop: when each computation starts, and whether memory suffices.
+#
+# A *seat* is a stage on one of its ranks; its microbatches are first, first + step, ... . The computations of all ranks
+# are concatenated as columns (opcode, stage, microbatch), rank r at ``offsets[r]:offsets[r + 1]``. A forward needs the
+# forwards of all stages that feed its own, a backward (or its part for inputs) the backwards of all that its own feeds,
+# each plus the time of the transfer between two ranks; a forward holds ``kept`` bytes until the part for weights (or
+# the whole backward) ends. Stages are numbered so that each feeds later ones only; in a chain each feeds the next.
+
+Ints = NDArray[np.int64]
+
+FORWARD, BACKWARD, INPUT, WEIGHT = (
+    int(opcode) for opcode in (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+)
+
+
+# Rows of a problem's links.
+NEEDS, FEEDS = 0, 1
+
+
+class OrderProblem(NamedTuple):
+    """Seats rank by rank (rank r has ``seat_offsets[r]:seat_offsets[r + 1]``), times in ps, bytes.
+
+    ``replica_offsets`` and ``replica_seats``: the seats of each stage, microbatch m on the (m mod R)-th.
+
+    The *ends* of stage s of S are s (forwards) and S + s (backwards). Links of end e are
+    ``link_offsets[:, e]:link_offsets[:, e + 1]``: they connect it with the same end of the stages ``link_stage``
+    and take ``link_ps`` between two ranks; row `NEEDS` has the ends that it needs, row `FEEDS` those that need it.
+    """
+
+    seat_offsets: Ints
+    seat_stage: Ints
+    seat_rank: Ints
+    seat_first: Ints
+    seat_step: Ints
+    seat_count: Ints
+    replica_offsets: Ints
+    replica_seats: Ints
+    forward: Ints
+    inputs: Ints
+    weights: Ints
+    link_offsets: Ints
+    link_stage: Ints
+    link_ps: Ints
+    kept: Ints
+    limit: Ints
+    num_microbatches: int
+
+
+class Columns(NamedTuple):
+    """Computations of all ranks; ``joint`` as in `schedules.OrderColumns`."""
+
+    offsets: Ints
+    opcode: Ints
+    stage: Ints
+    microbatch: Ints
+    joint: Ints
+
+
+@compiled
+def seat_of(problem: OrderProblem, stage: int, microbatch: int) -> int:
+    """Return the seat that computes a microbatch of a stage."""
+    first = problem.replica_offsets[stage]
+    if problem.replica_offsets[stage + 1] - first == 1:  # a division would double the time of this function
+        return int(problem.replica_seats[first])
+    return int(problem.replica_seats[first + microbatch % (problem.replica_offsets[stage + 1] - first)])
+
+
+@compiled
+def duration(problem: OrderProblem, opcode: int, seat: int) -> int:
+    """Return the picoseconds of a computation."""
+    if opcode == FORWARD:
+        return int(problem.forward[seat])
+    if opcode == INPUT:
+        return int(problem.inputs[seat])
+    if opcode == WEIGHT:
+        return int(problem.weights[seat])
+    return int(problem.inputs[seat] + problem.weights[seat])
+
+
+@compiled
+def _arrival(problem: OrderProblem, done: Ints, kind: int, stage: int, microbatch: int, rank: int) -> int:
+    """Return when everything that a forward (kind 0) or backward (1) needs is on its rank; -1 if not known yet.
+
+    ``done`` (kind, stage, microbatch): when each ends, -1 if not known yet.
+    """
+    end, latest = kind * len(problem.kept) + stage, 0
+    for k in range(problem.link_offsets[NEEDS, end], problem.link_offsets[NEEDS, end + 1]):
+        other = problem.link_stage[NEEDS, k]
+        there = done[kind, other, microbatch]
+        if there < 0:
+            return -1
+        if problem.seat_rank[seat_of(problem, other, microbatch)] != rank:
+            there += problem.link_ps[NEEDS, k]
+        latest = max(latest, there)
+    return int(latest)
+
+
+@compiled
+def play(problem: OrderProblem, columns: Columns, start: Ints) -> int:
+    """Fill in when each computation starts; return when the last one ends, -1 if the ranks wait in a cycle."""
+    num_ranks = len(columns.offsets) - 1
+    done = np.full((2, len(problem.kept), problem.num_microbatches), -1, np.int64)
+    place, free = columns.offsets[:-1].copy(), np.zeros(num_ranks, np.int64)
+    moved, left = True, len(columns.opcode)
+    while moved:
+        moved = False
+        for rank in range(num_ranks):
+            while place[rank] < columns.offsets[rank + 1]:
+                last = place[rank]
+                while columns.joint[last]:
+                    last += 1
+                begin = free[rank]
+                for i in range(place[rank], last + 1):
+                    if columns.opcode[i] == WEIGHT:
+                        continue
+                    kind = 0 if columns.opcode[i] == FORWARD else 1
+                    ready = _arrival(problem, done, kind, columns.stage[i], columns.microbatch[i], rank)
+                    if ready < 0:
+                        begin = -1
+                        break
+                    begin = max(begin, ready)
+                if begin < 0:
+                    break
+                for i in range(place[rank], last + 1):
+                    start[i] = begin
+                    begin += duration(
+                        problem, columns.opcode[i], seat_of(problem, columns.stage[i], columns.microbatch[i])
+                    )
+                for i in range(place[rank], last + 1):
+                    if columns.opcode[i] != WEIGHT:
+                        kind = 0 if columns.opcode[i] == FORWARD else 1
+                        done[kind, columns.stage[i], columns.microbatch[i]] = begin
+                free[rank] = begin
+                left -= last + 1 - place[rank]
+                place[rank] = last + 1
+                moved = True
+    return int(free.max()) if left == 0 else -1
+
+
+@compiled
+def fits(problem: OrderProblem, columns: Columns) -> bool:
+    """Whether every rank stays within its memory limit all the time."""
+    for rank in range(len(columns.offsets) - 1):
+        held = 0
+        for i in range(columns.offsets[rank], columns.offsets[rank + 1]):
+            if columns.opcode[i] == FORWARD:
+                held += problem.kept[columns.stage[i]]
+                if held > problem.limit[rank]:
+                    return False
+            elif columns.opcode[i] != INPUT:
+                held -= problem.kept[columns.stage[i]]
+    return True
+
+
+# Improve an order: move computations on the critical path to earlier places on their rank.
+
+# Distances by which a computation is moved at once; small ones are drawn more often.
+_SHIFTS = (1, 1, 2, 3, 5, 8)
+
+
+@compiled
+def improve(problem: OrderProblem, columns: Columns, rounds: int, enough: int, seed: int) -> int:
+    """Move computations on the critical path to earlier places, as long as nothing gets slower; return the length, ps.
+
+    ``columns`` is set to the shortest order found; an order of length ``enough`` ends the search. A computation never
+    passes one that it needs on its own rank, nor one of its own kind and stage, and memory limits hold.
+    """
+    start, tried = np.empty(len(columns.opcode), np.int64), np.empty(len(columns.opcode), np.int64)
+    now = best = play(problem, columns, start)
+    kept = (columns.opcode.copy(), columns.stage.copy(), columns.microbatch.copy())
+    critical = _critical(problem, columns, start, now)
+    state = np.uint64(seed * 2 + 1)
+    for _ in range(rounds):
+        if best <= enough or len(critical) == 0:
+            break
+        # Knuth's linear congruential generator (MMIX): the same numbers everywhere.
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        draw = int(state >> np.uint64(33))
+        rank, i = critical[draw % len(critical)]
+        begin = max(i - _SHIFTS[draw // 4096 % len(_SHIFTS)], columns.offsets[rank])
+        if not _may_move(problem, columns, rank, begin, i):
+            continue
+        _rotate(columns, begin, i)
+        length = play(problem, columns, tried)
+        if length < 0 or length > now:
+            _rotate_back(columns, begin, i)
+            continue
+        now = length
+        start[:] = tried
+        critical = _critical(problem, columns, start, now)
+        if now < best:
+            best = now
+            kept[0][:], kept[1][:], kept[2][:] = columns.opcode, columns.stage, columns.microbatch
+    columns.opcode[:], columns.stage[:], columns.microbatch[:] = kept[0], kept[1], kept[2]
+    return int(best)
+
+
+@compiled
+def _critical(problem: OrderProblem, columns: Columns, start: Ints, length: int) -> list[tuple[int, int]]:
+    """Return (rank, index) of computations on one critical path that wait for the one before them on their rank."""
+    found = [(0, 0) for _ in range(0)]
+    where = np.full((3, len(problem.kept), problem.num_microbatches), -1, np.int64)
+    ranks = np.empty(len(start), np.int64)
+    i = -1
+    for rank in range(len(columns.offsets) - 1):
+        for k in range(columns.offsets[rank], columns.offsets[rank + 1]):
+            ranks[k] = rank
+            kind = 0 if columns.opcode[k] == FORWARD else 2 if columns.opcode[k] == WEIGHT else 1
+            where[kind, columns.stage[k], columns.microbatch[k]] = k
+            if start[k] + _length(problem, columns, k) == length:
+                i = k
+    while i >= 0 and start[i] > 0:
+        rank = ranks[i]
+        if i > columns.offsets[rank] and start[i - 1] + _length(problem, columns, i - 1) == start[i]:
+            found.append((rank, i))
+            i -= 1
+            continue
+        kind, begin, microbatch = 0 if columns.opcode[i] == FORWARD else 1, start[i], columns.microbatch[i]
+        end = kind * len(problem.kept) + columns.stage[i]
+        for k in range(problem.link_offsets[NEEDS, end], problem.link_offsets[NEEDS, end + 1]):
+            i = where[kind, problem.link_stage[NEEDS, k], microbatch]
+            away = problem.link_ps[NEEDS, k] if ranks[i] != rank else 0
+            if start[i] + _length(problem, columns, i) + away == begin:
+                break
+    return found
+
+
+@compiled
+def _length(problem: OrderProblem, columns: Columns, i: int) -> int:
+    return duration(problem, columns.opcode[i], seat_of(problem, columns.stage[i], columns.microbatch[i]))
+
+
+@compiled
+def _may_move(problem: OrderProblem, columns: Columns, rank: int, begin: int, i: int) -> bool:
+    """Whether the computation at ``i`` may move to ``begin``, on its own rank."""
+    if begin >= i:
+        return False
+    opcode, stage, microbatch = columns.opcode[i], columns.stage[i], columns.microbatch[i]
+    for k in range(begin, i):
+        if columns.stage[k] == stage and (columns.opcode[k] == opcode or columns.microbatch[k] == microbatch):
+            return False
+    if opcode != FORWARD:
+        return True
+    held = 0
+    for k in range(columns.offsets[rank], i):
+        if k == begin:
+            held += problem.kept[stage]
+        if k >= begin and held > problem.limit[rank]:
+            return False
+        if columns.opcode[k] == FORWARD:
+            held += problem.kept[columns.stage[k]]
+        elif columns.opcode[k] != INPUT:
+            held -= problem.kept[columns.stage[k]]
+    return bool(held <= problem.limit[rank])
+
+
+@compiled
+def _rotate(columns: Columns, begin: int, i: int) -> None:
+    """Move the entry at ``i`` to ``begin``; those in between shift by one."""
+    for column in (columns.opcode, columns.stage, columns.microbatch):
+        moved = column[i]
+        for k in range(i, begin, -1):
+            column[k] = column[k - 1]
+        column[begin] = moved
+
+
+@compiled
+def _rotate_back(columns: Columns, begin: int, i: int) -> None:
+    for column in (columns.opcode, columns.stage, columns.microbatch):
+        moved = column[begin]
+        for k in range(begin, i):
+            column[k] = column[k + 1]
+        column[i] = moved
+
 
 # Less than any sum of times: there is no path.
 _NO_WAY = -(2**62)

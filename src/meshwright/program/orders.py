@@ -20,17 +20,17 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from meshwright.program.order import KINDS, Order
+from meshwright.program.order_bounds import KINDS, Order
 from meshwright.program.order_files import OrderFile, place_orders
 from meshwright.program.own_schedules import EXPECTED, OwnSchedule, find_schedule
 from meshwright.program.rank_rules import RELEASING, RankRules
 from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders, local_microbatches, num_active
-from meshwright.program.schedules.columns import gather_columns
-from meshwright.program.schedules.endless import endless_order
-from meshwright.spec.errors import ScheduleError, ScheduleReferenceError
-from meshwright.spec.instructions import Computation, Opcode
+from meshwright.program.schedules.asynchronous import endless_order
+from meshwright.program.schedules.seats import gather_columns
+from meshwright.spec import Opcode, Plan, ScheduleError, ScheduleReferenceError
+from meshwright.spec.instructions import Computation
 from meshwright.spec.own_code import importable, reported, source_line, split_reference
-from meshwright.spec.plan import Plan, SynchronousName
+from meshwright.spec.plan import SynchronousName
 
 T = TypeVar("T")
 

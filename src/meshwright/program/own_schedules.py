@@ -15,10 +15,10 @@ from typing import Any
 
 from meshwright.program.order_files import OrderFile, parse_order_file, read_order_file
 from meshwright.program.schedules import SCHEDULES
-from meshwright.spec.errors import ScheduleReferenceError
+from meshwright.spec import Plan, ScheduleReferenceError
 from meshwright.spec.instructions import Computation
 from meshwright.spec.own_code import load_function, order_file, read_source, source_hash, split_reference
-from meshwright.spec.plan import SCHEDULE_NAMES, Plan, unknown_schedule
+from meshwright.spec.plan import SCHEDULE_NAMES, unknown_schedule
 
 # A user's function: (plan, rank) → the rank's computations, one by one.
 OwnSchedule = Callable[[Plan, int], Iterable[Computation]]

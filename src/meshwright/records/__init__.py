@@ -1,15 +1,8 @@
 """The one measurement table of many devices, and what is read into it."""
 
-from meshwright.records.files import (
-    add_records,
-    check_table_place,
-    load_measurements,
-    read_records_at,
-    save_measurements,
-)
 from meshwright.records.importing import Imported, import_file
 from meshwright.records.one_device import from_measurements, to_measurements
-from meshwright.records.table import (
+from meshwright.records.record_table import (
     COLUMNS,
     IDENTITY,
     Records,
@@ -18,6 +11,13 @@ from meshwright.records.table import (
     make_records,
     merge_records,
     named_shapes,
+)
+from meshwright.records.text_files import (
+    add_records,
+    check_table_place,
+    load_measurements,
+    read_records_at,
+    save_measurements,
 )
 
 __all__ = [

@@ -10,23 +10,206 @@ from __future__ import annotations
 import io
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from meshwright.records.parquet_pages import measure_pages
-from meshwright.records.table import COLUMNS, TEXTS, Records, make_records
-from meshwright.spec import DocumentError, MeasurementError
-from meshwright.spec.files import read_regular, write_bytes
+from meshwright.records.record_table import COLUMNS, TEXTS, Records, make_records
+from meshwright.spec import DocumentError, MeasurementError, read_regular
+from meshwright.spec.files import write_bytes
 from meshwright.spec.parsing import MAX_DOCUMENT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import Any
+    from collections.abc import Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
+
+
+# Structs of Apache Thrift's compact protocol as plain data: what the heads of parquet files are written in.
+#
+#     field   =  (difference of ids << 4 | type) [id] value         integers: base 128, lowest first, zigzag
+#     list    =  (length << 4 | type) [length] values               texts: length and bytes
+#
+# Source: Apache Thrift, doc/specs/thrift-compact-protocol.md. Nothing is trusted: what cannot be is a ValueError, and
+# no value takes more memory than a small multiple of the bytes that it is read from.
+
+# A struct by the ids of its fields; numbers, truths, bytes, lists and structs. Doubles are passed over.
+Struct = dict[int, Any]
+
+_STOP, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 0, 1, 2, 3, 7, 8, 9, 10, 12
+_INTEGERS = (4, 5, 6)
+# Parquet's deepest value is eight levels down (file, row groups, group, columns, column, its figures, statistics).
+_MAX_DEPTH = 12
+
+
+def read_struct(content: bytes, place: int, depth: int = _MAX_DEPTH) -> tuple[Struct, int]:
+    """The struct that starts at a place, and where it ends. Raises ValueError."""
+    fields: Struct = {}
+    number = 0
+    while (kind := _byte(content, place)) != _STOP:
+        place += 1
+        if kind >> 4:
+            number += kind >> 4
+        else:
+            number, place = _read_integer(content, place)
+        if kind & 15 in (_TRUE, _FALSE):
+            fields[number] = kind & 15 == _TRUE
+        else:
+            fields[number], place = _read_value(content, place, kind & 15, depth)
+    return fields, place + 1
+
+
+def _read_value(content: bytes, place: int, kind: int, depth: int) -> tuple[Any, int]:
+    if kind in _INTEGERS:
+        return _read_integer(content, place)
+    if kind in (_TRUE, _FALSE, _BYTE):  # in a list, truth takes a byte
+        return _byte(content, place), place + 1
+    if kind == _DOUBLE:
+        return None, place + 8
+    if kind == _BINARY:
+        length, place = _read_size(content, place)
+        return content[place : place + length], place + length
+    if depth == 0:
+        raise ValueError("a head of too many levels")
+    if kind == _STRUCT:
+        return read_struct(content, place, depth - 1)
+    if kind in (_LIST, _SET):
+        head = _byte(content, place)
+        length, place = (head >> 4, place + 1) if head >> 4 < 15 else _read_size(content, place + 1)
+        values = []
+        for _ in range(length):  # every value takes a byte at least, so that this ends with the content
+            value, place = _read_value(content, place, head & 15, depth - 1)
+            values.append(value)
+        return values, place
+    raise ValueError(f"a head with a field of unknown type {kind}")
+
+
+def _read_integer(content: bytes, place: int) -> tuple[int, int]:
+    size, place = _read_size(content, place)
+    return (size >> 1) ^ -(size & 1), place
+
+
+def _read_size(content: bytes, place: int) -> tuple[int, int]:
+    size = 0
+    for shift in range(0, 70, 7):
+        byte = _byte(content, place)
+        place += 1
+        size |= (byte & 127) << shift
+        if byte < 128:
+            return size, place
+    raise ValueError("a head with a number of more than 64 bits")
+
+
+def _byte(content: bytes, place: int) -> int:
+    if place >= len(content):
+        raise ValueError("a head that is cut off")
+    return content[place]
+
+
+# How many rows has a parquet file, and what do its pages unpack to? Found before anything is unpacked.
+#
+# A footer can say what it likes: a reader trusts the head of each page, and unpacks into buffers of the sizes that
+# these name. Hence the sum of these sizes bounds its memory, where values are stored whole. An encoding that stores a
+# text as a prefix of the previous one (DELTA_BYTE_ARRAY) can expand to any size; it is refused.
+#
+#     file   =  "PAR1", pages of columns, FileMetaData, its size in 4 bytes, "PAR1"
+#     pages of a column in a group of rows  =  (PageHeader, packed bytes), one after the other
+#
+# Source: Apache Parquet, src/main/thrift/parquet.thrift and Encodings.md. The footer is not asked of pyarrow: 26.0 ends
+# the process where the figures of a column are spoilt.
+
+_MAGIC = b"PAR1"
+# Thousands of columns in groups of rows, at some 200 bytes each.
+_MAX_FOOTER_BYTES = 4 * 2**20
+# Fields of FileMetaData, SchemaElement, RowGroup, ColumnChunk and ColumnMetaData.
+_SCHEMA, _ROWS, _GROUPS = 2, 3, 4
+_TYPE, _ELEMENT, _NUM_CHILDREN = 1, 4, 5
+_COLUMNS, _GROUP_ROWS = 1, 3
+_FIGURES = 3
+_NUM_VALUES, _PACKED_TOTAL, _DATA_OFFSET, _DICTIONARY_OFFSET = 5, 7, 9, 11
+# Fields of PageHeader: sizes, and the three kinds of page; where a kind's encoding stands, and its number of values.
+_UNPACKED, _PACKED = 2, 3
+_DATA, _DICTIONARY, _DATA_V2 = 5, 7, 8
+_ENCODINGS, _VALUES = {_DATA: 2, _DICTIONARY: 2, _DATA_V2: 4}, 1
+# Encodings whose values take no more bytes than their page, or eight each: PLAIN, PLAIN_DICTIONARY, RLE, BIT_PACKED,
+# DELTA_BINARY_PACKED, DELTA_LENGTH_BYTE_ARRAY, RLE_DICTIONARY, BYTE_STREAM_SPLIT.
+_WHOLE = frozenset((0, 2, 3, 4, 5, 6, 8, 9))
+
+
+def measure_pages(content: bytes, names: Collection[str]) -> tuple[int, int]:
+    """The rows of a file, and the bytes that the pages of the named columns, which are flat, unpack to.
+
+    Raises ValueError for a footer that cannot be read, or that the pages contradict, and for pages of unknown size.
+    """
+    size = int.from_bytes(content[-8:-4], "little")
+    if content[-4:] != _MAGIC or not 0 < size <= min(len(content) - 8, _MAX_FOOTER_BYTES):
+        raise ValueError("no footer that can be read")
+    footer, _ = read_struct(content[-8 - size : -8], 0)
+    leaves = [_get(element, _ELEMENT, bytes).decode() for element in _get(footer, _SCHEMA, list) if _is_leaf(element)]
+    num_rows, unpacked = 0, 0
+    for group in _get(footer, _GROUPS, list):
+        rows = _get(group, _GROUP_ROWS, int)
+        # Columns are known by their place; the names beside them are not looked at.
+        for name, column in zip(leaves, _get(group, _COLUMNS, list), strict=True):
+            if name in names:
+                unpacked += _measure_column(content, name, _get(column, _FIGURES, dict), rows)
+        num_rows += rows
+    if num_rows != _get(footer, _ROWS, int):
+        raise ValueError(f"{num_rows} rows, of which the footer has {footer[_ROWS]}")
+    return num_rows, unpacked
+
+
+def _is_leaf(element: Any) -> bool:
+    has_type, has_children = isinstance(element, dict) and _TYPE in element, bool(_get(element, _NUM_CHILDREN, int, 0))
+    if has_type == has_children:
+        raise ValueError("a column that is neither of values nor of columns")
+    return has_type
+
+
+def _measure_column(content: bytes, name: str, figures: Struct, rows: int) -> int:
+    told = _get(figures, _NUM_VALUES, int)
+    if not rows and not told:
+        return 0  # of which nothing is read
+    # As readers do, whatever else the offset of a dictionary may be.
+    data, dictionary = _get(figures, _DATA_OFFSET, int), _get(figures, _DICTIONARY_OFFSET, int, 0)
+    start = dictionary if 0 < dictionary < data else data
+    end = start + _get(figures, _PACKED_TOTAL, int)
+    if not 0 < start <= end <= len(content):
+        raise ValueError(f"column {name!r} from byte {start} to {end} of {len(content)}")
+    pages = list(_pages(content, start, end))
+    found = sum(values for _, values in pages)
+    if not found == told == rows:
+        raise ValueError(f"{found} values in column {name!r}, of which the footer has {told} in {rows} rows")
+    return sum(unpacked for unpacked, _ in pages)
+
+
+def _pages(content: bytes, place: int, end: int) -> Iterator[tuple[int, int]]:
+    """The unpacked bytes and the values of each page from a place to the end of its column."""
+    while place < end:
+        head, place = read_struct(content, place)
+        unpacked, packed = _get(head, _UNPACKED, int), _get(head, _PACKED, int)
+        place += packed
+        if min(unpacked, packed) < 0 or place > end:
+            raise ValueError(f"a page of {packed} bytes that ends at byte {place}, its column at {end}")
+        values = 0
+        for kind, encoding in _ENCODINGS.items():
+            if kind in head:
+                page = _get(head, kind, dict)
+                if page.get(encoding) not in _WHOLE:
+                    raise ValueError("an encoding by which a page may unpack to any size; write it with dictionaries")
+                values += 0 if kind == _DICTIONARY else _get(page, _VALUES, int)
+        yield unpacked, values
+
+
+def _get(struct: Any, field: int, kind: type[Any], otherwise: Any = None) -> Any:
+    """A field of a struct. Raises ValueError if it is of another type, or neither there nor optional."""
+    value = struct.get(field, otherwise) if isinstance(struct, dict) else None
+    if type(value) is not kind:
+        raise ValueError(f"a header whose field {field} is not of type {kind.__name__}")
+    return value
+
 
 SCHEMA_VERSION = 1
 _SCHEMA_KEY = b"meshwright"

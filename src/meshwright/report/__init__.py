@@ -5,58 +5,61 @@ schedule, `write_trace` a file for Perfetto; `compare_timelines` compares predic
 prints.
 """
 
-from meshwright.report.batches import batch_rows, describe_latency, latency_rows
 from meshwright.report.cells import name_schedule_briefly
 from meshwright.report.comparison import (
     Comparison,
     InstructionComparison,
     RankComparison,
+    SlowRank,
     StepComparison,
     compare_timelines,
     comparison_rows,
+    explain_difference,
+    explain_stragglers,
+    find_stragglers,
+    timeline_rows,
 )
-from meshwright.report.critical_path import explanation_rows, explanation_table
-from meshwright.report.curves import draw_curves
-from meshwright.report.deviations import SlowRank, explain_difference, explain_stragglers, find_stragglers
-from meshwright.report.fit import fit_table
-from meshwright.report.grid import draw_grid
-from meshwright.report.layers import graph_rows, graph_total
-from meshwright.report.order import StreamOrder
+from meshwright.report.critical_path_text import explanation_rows, explanation_table, shares_table
+from meshwright.report.curve_pictures import draw_curves, fit_table
 from meshwright.report.perfetto import check_ranks, write_trace
-from meshwright.report.plans import plans_table
-from meshwright.report.rows import (
+from meshwright.report.plan_tables import (
+    StreamOrder,
+    batch_rows,
+    describe_latency,
+    graph_rows,
+    graph_total,
+    latency_rows,
+    plans_table,
+)
+from meshwright.report.report_tables import (
     cluster_rows,
+    cluster_table,
+    comparison_table,
+    exchanges_table,
     fit_transfers,
+    front_table,
+    graph_table,
+    make_table,
     measurement_rows,
+    measurement_table,
     placement_rows,
     plan_rows,
+    plan_table,
     program_rows,
+    program_table,
+    timeline_table,
 )
-from meshwright.report.scenarios import (
+from meshwright.report.scenario_text import (
     describe_effect,
     describe_factor,
     describe_missing_rates,
     describe_price,
     describe_run,
     describe_scenario,
+    describe_workload,
+    workload_row,
 )
-from meshwright.report.schedule_picture import draw_schedule
-from meshwright.report.schedules import draw_slots, explain_slots, schedules_table
-from meshwright.report.shares import shares_table
-from meshwright.report.tables import (
-    cluster_table,
-    comparison_table,
-    exchanges_table,
-    front_table,
-    graph_table,
-    make_table,
-    measurement_table,
-    plan_table,
-    program_table,
-    timeline_table,
-)
-from meshwright.report.time_shares import timeline_rows
-from meshwright.report.workload import describe_workload, workload_row
+from meshwright.report.schedule_pictures import draw_grid, draw_schedule, draw_slots, explain_slots, schedules_table
 
 __all__ = [
     "Comparison",

@@ -11,16 +11,211 @@ compared with predicted step k, or with the last one if fewer were predicted (a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.report.order import StreamOrder, compare_orders
-from meshwright.spec import DocumentError, Opcode, Timeline
+from meshwright.report.plan_tables import StreamOrder, compare_orders
+from meshwright.spec import DocumentError, Opcode, Timeline, format_seconds, to_seconds
+from meshwright.spec.instructions import COMPUTATIONS
+
+# Busy, communication and idle time of each rank. Rows for `timeline_table` and ``--json``.
+#
+# Over all steps of a timeline of length T = `Timeline.duration_s`, per rank and per step (divided by their number):
+#
+#     busy            Σ spans of the compute stream
+#     communication   time with at least one transfer or collective under way
+#     exposed         the part of it in which the compute stream is idle
+#     idle            T - busy
+#
+# A measured transfer ends when something has waited for it, so measured communication is an upper bound.
 
 Row = dict[str, Any]
+
+
+def timeline_rows(timeline: Timeline) -> Row:
+    """Step time, bubble and, under ``ranks``, one row per rank.
+
+    Keys: ``origin``, ``num_ranks``, ``num_steps``, ``num_spans``, ``median_step_s``, ``slowest_step_s``,
+    ``bubble_share``, ``ranks``: ``rank``, ``busy_s``, ``communication_s``, ``exposed_s``, ``idle_s`` (per step),
+    ``busy_share``, ``communication_share``, ``idle_share``, ``peak_memory_bytes`` (None if not known).
+    """
+    steps = timeline.step_seconds()
+    ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track]
+    order = np.argsort(ranks, kind="stable")
+    spans_of_rank = np.split(order, np.searchsorted(ranks[order], np.arange(1, timeline.num_ranks)))
+    return {
+        "origin": timeline.origin,
+        "num_ranks": timeline.num_ranks,
+        "num_steps": len(steps),
+        "num_spans": timeline.num_spans,
+        "median_step_s": float(np.median(steps)) if len(steps) else 0.0,
+        "slowest_step_s": float(steps.max(initial=0.0)),
+        "bubble_share": timeline.bubble_fraction(),
+        "ranks": [_rank_row(timeline, rank, spans, max(len(steps), 1)) for rank, spans in enumerate(spans_of_rank)],
+    }
+
+
+def _rank_row(timeline: Timeline, rank: int, spans: NDArray[np.int64], num_steps: int) -> Row:
+    computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)[timeline.track[spans]]
+    busy_ps = int((timeline.end_ps - timeline.start_ps)[spans[computes]].sum())
+    communication_ps = _length(merge_spans(timeline, spans[~computes]))
+    # |moving and not computing| = |moving or computing| - |computing|
+    exposed_ps = _length(merge_spans(timeline, spans)) - _length(merge_spans(timeline, spans[computes]))
+    total_ps = int(timeline.end_ps.max(initial=0))
+    peaks = timeline.peak_memory_bytes
+    return {
+        "rank": rank,
+        "busy_s": to_seconds(busy_ps) / num_steps,
+        "communication_s": to_seconds(communication_ps) / num_steps,
+        "exposed_s": to_seconds(exposed_ps) / num_steps,
+        "idle_s": to_seconds(total_ps - busy_ps) / num_steps,
+        "busy_share": busy_ps / total_ps if total_ps else 0.0,
+        "communication_share": communication_ps / total_ps if total_ps else 0.0,
+        "idle_share": 1 - busy_ps / total_ps if total_ps else 0.0,
+        "peak_memory_bytes": peaks[rank] if peaks else None,
+    }
+
+
+def merge_spans(timeline: Timeline, spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The time that some spans cover together: disjoint intervals (start, end) in ps, shape (intervals, 2)."""
+    order = spans[np.argsort(timeline.start_ps[spans], kind="stable")]
+    start, end = timeline.start_ps[order], np.maximum.accumulate(timeline.end_ps[order])
+    if not len(order):
+        return np.zeros((0, 2), np.int64)
+    opens = np.concatenate([[True], start[1:] > end[:-1]])
+    closes = np.concatenate([opens[1:], [True]])
+    return np.stack([start[opens], end[closes]], axis=1)
+
+
+def _length(intervals: NDArray[np.int64]) -> int:
+    return int((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+# Seconds of ranks by kind of work: where a step differs from its prediction, and which ranks are slow.
+#
+# seconds[r, k, s]   of rank r, kind k (opcode and stage) and step s: the sum of its spans
+# difference         mean over steps of measured less predicted; of the slowest rank, the kind that differs most
+# straggler          a rank whose work of an opcode takes SLOW times as long as that of the others, in each of the last
+#                    recorded steps; "as long" is in shares of the predicted seconds where there are some, else of the
+#                    others' that hold the same stages
+
+Floats = NDArray[np.float64]
+
+# Ranks of one machine differ by a few percent from step to step; a quarter is not chance (docs/concepts/running.md).
+SLOW = 1.25
+# A single slow step may have any cause.
+_LEAST_STEPS = 2
+
+
+class SlowRank(NamedTuple):
+    """A rank whose work of an opcode takes ``ratio`` times as long as the others', since a recorded step."""
+
+    rank: int
+    opcode: Opcode
+    ratio: float
+    since: int
+
+
+def seconds_by_kind(timeline: Timeline, *, per_span: bool = False) -> dict[tuple[int, Opcode, int], Floats]:
+    """By rank, opcode and stage: seconds of each step, or of a span in it."""
+    num_steps = int(timeline.step.max(initial=0)) + 1
+    rank = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track]
+    keys = np.stack([rank, timeline.opcode.astype(np.int64), timeline.stage.astype(np.int64)])
+    kinds, which = np.unique(keys, axis=1, return_inverse=True)
+    seconds = np.zeros((kinds.shape[1], num_steps))
+    places = which.reshape(-1), timeline.step
+    np.add.at(seconds, places, (timeline.end_ps - timeline.start_ps) / 1e12)
+    if per_span:
+        counts = np.zeros_like(seconds)
+        np.add.at(counts, places, 1.0)
+        seconds /= np.maximum(counts, 1.0)
+    return {
+        (int(r), Opcode(int(opcode)), int(stage)): row for (r, opcode, stage), row in zip(kinds.T, seconds, strict=True)
+    }
+
+
+def explain_difference(predicted: Timeline, measured: Timeline) -> str:
+    """The kind of work that differs most from its prediction, in the direction of the whole step.
+
+    A computation, or a link if no computation differs that way.
+    """
+    ours, theirs = (
+        {key: float(row.mean()) for key, row in seconds_by_kind(item).items()} for item in (predicted, measured)
+    )
+    gap = float(np.median(measured.step_seconds()) - np.median(predicted.step_seconds()))
+    sign = 1.0 if gap >= 0 else -1.0
+    differing = {key: sign * (theirs.get(key, 0.0) - ours.get(key, 0.0)) for key in {*ours, *theirs}}
+    computing = {key: value for key, value in differing.items() if key[1] in COMPUTATIONS}
+    by_rank: dict[int, float] = {}
+    for key, value in computing.items():
+        by_rank[key[0]] = by_rank.get(key[0], 0.0) + value
+    slowest = max(by_rank, key=lambda rank: by_rank[rank], default=0)
+    chosen = computing if by_rank and by_rank[slowest] > abs(gap) / 2 else differing
+    own = {key: value for key, value in chosen.items() if chosen is differing or key[0] == slowest}
+    if not own:
+        return ""
+    rank, opcode, stage = max(own, key=lambda key: own[key])
+    before, after = ours.get((rank, opcode, stage), 0.0), theirs.get((rank, opcode, stage), 0.0)
+    return (
+        f"Most of it: {_words(opcode)} of stage {stage} on rank {rank}, {format_seconds(after)} per step instead of "
+        f"{format_seconds(before)}."
+    )
+
+
+def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> list[SlowRank]:
+    """Ranks that are slower than others at the same work, with the first recorded step of that; the slowest first."""
+    # Replicas may compute different numbers of microbatches.
+    seconds = seconds_by_kind(measured, per_span=True)
+    wanted = _expected(seconds, predicted)
+    work: dict[tuple[int, Opcode], list[Floats]] = {}
+    for (rank, opcode, stage), row in seconds.items():
+        if opcode in COMPUTATIONS and wanted.get((rank, opcode, stage), 0.0) > 0.0:
+            work.setdefault((rank, opcode), []).append(np.stack([row, np.full(len(row), wanted[rank, opcode, stage])]))
+    ratios = {key: (total := np.sum(rows, axis=0))[0] / total[1] for key, rows in work.items()}
+    found = []
+    for (rank, opcode), ratio in ratios.items():
+        others = [other for (r, kind), other in ratios.items() if kind == opcode and r != rank]
+        if not others:
+            continue
+        slower = ratio / np.median(others, axis=0)
+        quick = np.flatnonzero(slower < SLOW)
+        since = int(quick[-1]) + 1 if len(quick) else 0
+        if len(slower) - since >= min(_LEAST_STEPS, len(slower)):
+            found.append(SlowRank(rank, opcode, float(np.median(slower[since:])), since))
+    return sorted(found, key=lambda item: -item.ratio)
+
+
+def explain_stragglers(stragglers: list[SlowRank], first_step: int = 0) -> list[str]:
+    """A sentence for each; recorded step 0 is step number ``first_step`` of the run."""
+    return [
+        f"Rank {item.rank} is slow: {_words(item.opcode)} takes {item.ratio:.2f} times as long as elsewhere, since "
+        f"step {first_step + item.since + 1}."
+        for item in stragglers
+    ]
+
+
+def _expected(
+    seconds: Mapping[tuple[int, Opcode, int], Floats], predicted: Timeline | None
+) -> dict[tuple[int, Opcode, int], float]:
+    """Seconds per step that a kind of work is compared with: predicted, or the median of ranks with the same work."""
+    if predicted is not None:
+        return {key: float(row.mean()) for key, row in seconds_by_kind(predicted, per_span=True).items()}
+    alike: dict[tuple[Opcode, int], list[float]] = {}
+    for (_, opcode, stage), row in seconds.items():
+        alike.setdefault((opcode, stage), []).append(float(np.median(row)))
+    return {
+        (rank, opcode, stage): float(np.median(alike[opcode, stage]))
+        for rank, opcode, stage in seconds
+        if len(alike[opcode, stage]) > 1
+    }
+
+
+def _words(opcode: Opcode) -> str:
+    return opcode.name.lower().replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

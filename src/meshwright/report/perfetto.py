@@ -26,23 +26,221 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.report.byte_rows import Number, Part, TextChoice, render_lines
-from meshwright.report.transfer_pairs import pair_transfers
 from meshwright.spec import DocumentError, Opcode, OpSpans, Timeline, instruction_name
 from meshwright.spec.files import write_bytes
-from meshwright.spec.instructions import RECEIVES
+from meshwright.spec.instructions import RECEIVES, SENDS
+
+# Format many lines of text from columns of numbers, without a Python object per line.
+#
+# n lines are a table of bytes, shape (n, width): every part of a line is as wide as its longest text, unused bytes are
+# 0, and all zeros are removed at the end. Numbers are looked up four digits at a time, and bytes are written into the
+# table four or eight at a time.
+
+Ids = NDArray[np.int64]
+Mask: TypeAlias = NDArray[np.bool_]
+# Adjacent columns of bytes, some of them in one word.
+Words: TypeAlias = Iterable[NDArray[np.uint32] | NDArray[np.uint64]]
+
+_GROUP = 10_000
+# Forms of a group of four digits in the table of `_lookup`: all of them, without zeros in front, the same but for the
+# last 0, two digits behind a point, and nothing.
+_FULL, _FIRST, _LAST, _POINT, _NOTHING = (form * _GROUP for form in range(5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextChoice:
+    """One of several texts, by line: ``texts[which[i]]``; ``which`` of shape (n,)."""
+
+    texts: Sequence[str]
+    which: NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Number:
+    """A whole number, shape (n,); as ``millionths``, with six digits behind the point: 1234567 is 1.234567.
+
+    ``shown``: the lines that have it, shape (n,); by default all.
+    """
+
+    values: NDArray[np.integer]
+    millionths: bool = False
+    shown: Mask | None = None
+
+
+Part: TypeAlias = str | TextChoice | Number
+
+
+def render_lines(parts: Sequence[Part], count: int) -> bytes:
+    """``count`` lines, each made of all parts."""
+    columns: list[bytes | NDArray[np.uint32] | NDArray[np.uint64]] = []
+    for part in parts:
+        match part:
+            case str():
+                columns.append(part.encode())
+            case TextChoice():
+                columns.extend(_choice_words(part))
+            case Number():
+                columns.extend(_number_words(part))
+    widths = [len(column) if isinstance(column, bytes) else column.itemsize for column in columns]
+    table = np.empty((count, sum(widths)), np.uint8)
+    alike = (column if isinstance(column, bytes) else bytes(column.itemsize) for column in columns)
+    table[:] = np.frombuffer(b"".join(alike), np.uint8)
+    place = 0
+    for column, width in zip(columns, widths, strict=True):
+        if not isinstance(column, bytes) and count:
+            np.ndarray(count, column.dtype, table.data, place, (table.shape[1],))[:] = column
+        place += width
+    return table.tobytes().translate(None, b"\0")
+
+
+def _choice_words(part: TextChoice) -> Words:
+    texts = [text.encode() for text in part.texts]
+    if not any(texts):
+        return []
+    width = -(-max(map(len, texts)) // 8) * 8
+    table = np.frombuffer(b"".join(text.ljust(width, b"\0") for text in texts), np.uint64).reshape(len(texts), -1)
+    return [column.take(part.which) for column in table.T]
+
+
+def _number_words(part: Number) -> Words:
+    values = part.values.astype(np.int64)
+    size = np.abs(values)
+    whole = size // 10**6 if part.millionths else size
+    groups = _whole_groups(whole)
+    if part.millionths:
+        rest = size - 10**6 * whole
+        high = rest // _GROUP
+        groups += [_POINT + high, _FULL + rest - _GROUP * high]
+    negative = values < 0
+    if part.shown is not None:
+        groups, negative = [np.where(part.shown, group, _NOTHING) for group in groups], negative & part.shown
+    words = [_lookup().take(group) for group in groups]
+    if negative.any():
+        words.insert(0, np.where(negative, np.frombuffer(b"-\0\0\0", np.uint32)[0], np.uint32(0)))
+    return words
+
+
+def _whole_groups(values: Ids) -> list[Ids]:
+    """Positions of a number's groups of four digits in the table, the highest group first."""
+    count = max(1, -(-len(str(int(values.max(initial=0)))) // 4))
+    groups, rest = [], values
+    for place in range(count):
+        above = rest // _GROUP
+        form = np.where(above > 0, _FULL, _FIRST if place else _LAST)
+        groups.append(form + rest - _GROUP * above)
+        rest = above
+    return groups[::-1]
+
+
+@cache
+def _lookup() -> NDArray[np.uint32]:
+    full = np.frombuffer("".join(f"{group:04}" for group in range(_GROUP)).encode(), np.uint8).reshape(_GROUP, 4)
+    in_front = np.cumsum(full != ord("0"), axis=1) == 0
+    first = np.where(in_front, 0, full)
+    last = first.copy()
+    last[0, -1] = ord("0")
+    point = full.copy()
+    point[:, :2] = 0, ord(".")
+    nothing = np.zeros((1, 4), np.uint8)
+    return np.concatenate([full, first, last, point, nothing]).astype(np.uint8).view(np.uint32).ravel()
+
+
+# Match the sends and receives of a timeline.
+#
+# Payload, stages and microbatch identify a pair within a step; several equal ones are paired by start. Under an
+# asynchronous schedule microbatch numbers continue from step to step, and a message may arrive in a later step: a
+# transfer without a partner in its step is paired regardless of steps.
+
+_GRADIENTS = (Opcode.SEND_GRADIENT, Opcode.RECEIVE_GRADIENT)
+_MOVES = (*SENDS, *RECEIVES)
+
+
+def pair_transfers(timeline: Timeline) -> Ids:
+    """For each send the index of its receive and the reverse; -1 elsewhere. Shape (num_spans,)."""
+    partner = np.full(timeline.num_spans, -1, np.int64)
+    moves = np.flatnonzero(_choose(_MOVES)[timeline.opcode])
+    if not _look_up(timeline, moves, partner):
+        _pair(timeline, moves, partner, by_step=True)
+    left = moves[partner[moves] < 0]
+    if len(left):
+        _pair(timeline, left, partner, by_step=False)
+    return partner
+
+
+def _choose(opcodes: tuple[Opcode, ...]) -> NDArray[np.bool_]:
+    """Which opcodes are among some, by opcode."""
+    return np.isin(list(Opcode), opcodes)
+
+
+def _look_up(timeline: Timeline, moves: Ids, partner: Ids) -> bool:
+    """Pair distinct transfers in place by a table of all possible keys.
+
+    Returns False if the table would be too large or keys repeat. Sorting takes ten times as long. Steps and
+    microbatches count up from 0, and few stages send to each other.
+    """
+    opcode, stage, peer = (column[moves] for column in (timeline.opcode, timeline.stage, timeline.peer))
+    receives = _choose(RECEIVES)[opcode]
+    num_stages = 1 + int(max(stage.max(initial=0), peer.max(initial=0)))
+    num_steps, num_microbatches = (
+        1 + int(column[moves].max(initial=0)) for column in (timeline.step, timeline.microbatch)
+    )
+    lowest = min(int(column[moves].min(initial=0)) for column in (timeline.stage, timeline.peer, timeline.microbatch))
+    if lowest < 0 or 2 * num_stages**2 > len(moves):
+        return False
+    route = (np.where(receives, peer, stage) * num_stages + np.where(receives, stage, peer)) * 2 + _choose(_GRADIENTS)[
+        opcode
+    ]
+    used = np.flatnonzero(np.bincount(route, minlength=2 * num_stages**2))
+    size = len(used) * num_steps * num_microbatches
+    if size > 4 * len(moves):
+        return False
+    number = np.zeros(2 * num_stages**2, np.int64)
+    number[used] = np.arange(len(used))
+    place = (number[route] * num_steps + timeline.step[moves]) * num_microbatches + timeline.microbatch[moves]
+    table = np.full((2, size), -1, np.int64)
+    for way, chosen in enumerate((~receives, receives)):
+        table[way, place[chosen]] = moves[chosen]
+    if not np.array_equal(table[receives.astype(np.int8), place], moves):
+        return False
+    partner[moves] = table[1 - receives, place]
+    return True
+
+
+def _pair(timeline: Timeline, moves: Ids, partner: Ids, *, by_step: bool) -> None:
+    """Pair some transfers, in place."""
+    opcode, stage, peer = (column[moves] for column in (timeline.opcode, timeline.stage, timeline.peer))
+    receives = np.isin(opcode, RECEIVES)
+    keys = (
+        timeline.step[moves] * np.int32(by_step),
+        timeline.microbatch[moves],
+        np.where(receives, stage, peer),
+        np.where(receives, peer, stage),
+        np.isin(opcode, _GRADIENTS),
+    )
+    order = np.lexsort((timeline.start_ps[moves], receives, *keys))
+    same = np.ones(max(len(order) - 1, 0), np.bool_)
+    for key in keys:
+        same &= np.diff(key[order].astype(np.int64)) == 0
+    # Among equal keys the sends come first: the k-th receive belongs to the k-th send.
+    group = np.cumsum(np.append(False, ~same)[: len(order)])
+    first = np.searchsorted(group, group)
+    num_sends = np.bincount(group, ~receives[order]).astype(np.int64)[group] if len(order) else group
+    place = np.arange(len(order)) - first
+    send = first + place - num_sends
+    paired = receives[order] & (place - num_sends < num_sends)
+    ends = moves[order[paired]], moves[order[send[paired]]]
+    partner[ends[0]], partner[ends[1]] = ends[1], ends[0]
+
 
 # Lines that are formatted at once: some megabytes, enough that numpy's calls cost little.
 CHUNK = 16_384
 # Texts of spans are so repetitive that a higher level takes longer and saves little.
 _LEVEL = 3
-
-Ids = NDArray[np.int64]
 
 
 def write_trace(

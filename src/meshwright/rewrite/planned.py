@@ -15,12 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.cost import CostModel
-from meshwright.rewrite.fx.captured import read_captured
-from meshwright.rewrite.fx.module import Rewritten
-from meshwright.rewrite.saturate import SaturationLimits
+from meshwright.rewrite.fx.captured import Rewritten, read_captured
+from meshwright.rewrite.matching import SaturationLimits
 from meshwright.rewrite.search.call_costs import CallCosts
+from meshwright.rewrite.search.graph_search import GraphSpace
 from meshwright.rewrite.search.ruleset import shipped_rules
-from meshwright.rewrite.search.search import GraphSpace
 from meshwright.rewrite.written import check_found, write_found
 from meshwright.spec import Cluster, Plan, PlanError, load_cluster
 

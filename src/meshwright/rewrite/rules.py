@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.expressions import (
+    Call,
     Condition,
     Expression,
+    Name,
     condition_names,
     given_names,
     letters_of,
@@ -16,6 +20,7 @@ from meshwright.rewrite.expressions import (
     parse_condition,
     shape_names,
 )
+from meshwright.rewrite.operators import OPERATORS
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
@@ -96,3 +101,139 @@ def rule_of(
         ranks=tuple((ranks or {}).items()),
         source=source,
     )
+
+
+# Files of rules are TOML tables ``[[rule]]`` with name, left, right and, if needed, when, ranks and source; for example
+# left "matmul(x, concat(y, z, axis=1))" and right "concat(matmul(x, y), matmul(x, z), axis=1)" with ranks x = 2.
+
+_MOST_BYTES = 8 * 2**20
+_KEYS = {"name", "left", "right", "when", "ranks", "source"}
+
+
+def read_rules(path: str | Path) -> list[Rule]:
+    """The rules of a file, in order. Raises RewriteError with the position of the error."""
+    place = Path(path)
+    try:
+        if place.stat().st_size > _MOST_BYTES:
+            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes; a file of rules is smaller.")
+        document = tomllib.loads(place.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RewriteError(f"{place} cannot be read: {error.strerror}. Give a file of rules.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RewriteError(f"{place} is not a TOML file ({error}); write rules as [[rule]] tables.") from error
+    return parse_rules(document, str(place))
+
+
+def parse_rules(document: dict[str, Any], place: str) -> list[Rule]:
+    """The rules of a document that was read from ``place``."""
+    entries = document.get("rule")
+    if set(document) - {"rule", "title", "about"} or not isinstance(entries, list) or not entries:
+        raise RewriteError(
+            f"{place} has the keys {sorted(document)}; expected tables [[rule]], at least one, beside title and about."
+        )
+    rules = []
+    for number, entry in enumerate(entries, 1):
+        where = f"Rule {number} of {place}"
+        if not isinstance(entry, dict) or set(entry) - _KEYS or not {"left", "right"} <= set(entry):
+            raise RewriteError(f"{where} has {sorted(entry)}; expected left and right, and at most {sorted(_KEYS)}.")
+        try:
+            rules.append(_rule(entry, f"{Path(place).stem} {number}"))
+        except RewriteError as error:
+            raise RewriteError(f"{where}: {error}") from error
+    twice = {rule.name for rule in rules if sum(other.name == rule.name for other in rules) > 1}
+    if twice:
+        raise RewriteError(f"{place} has several rules of the name {sorted(twice)[0]!r}; give each a name of its own.")
+    return rules
+
+
+def _rule(entry: dict[str, Any], usual_name: str) -> Rule:
+    name, source = entry.get("name", usual_name), entry.get("source", "")
+    ranks, when = entry.get("ranks", {}), entry.get("when", [])
+    when = [when] if isinstance(when, str) else when
+    sides = [[side] if isinstance(side, str) else side for side in (entry["left"], entry["right"])]
+    texts = (name, source, *when, *sides[0], *sides[1]) if all(isinstance(s, list) for s in (*sides, when)) else (0,)
+    if not all(isinstance(text, str) for text in texts):
+        raise RewriteError("name, source, left, right and when must be texts or lists of texts.")
+    if not (isinstance(ranks, dict) and all(type(rank) is int and 0 <= rank <= 8 for rank in ranks.values())):
+        raise RewriteError(f"ranks = {ranks!r} was given; expected a table of numbers of dims, like {{ x = 2 }}.")
+    return rule_of(name, sides[0], sides[1], when=when, ranks=ranks, source=source)
+
+
+# Kinds of tensor elements: floats, whole numbers or truth values; a rule that would mix them never applies.
+#
+# Arithmetic is about floating-point numbers: whole ones overflow and divide differently, truth values do not add.
+
+_NUMBER, _WHOLE, _TRUTH = "floating-point numbers", "whole numbers", "truth values"
+
+
+def kind_of(dtype: str) -> str:
+    """The kind of a dtype's values."""
+    if dtype == "bool":
+        return _TRUTH
+    return _NUMBER if dtype.startswith(("float", "bfloat")) else _WHOLE
+
+
+class _ConflictError(Exception):
+    """A tensor would hold two kinds."""
+
+
+class _Kinds:
+    """Kinds of a rule's tensors; an expression's is a kind, or the name of the tensor whose kind it has."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, str] = {}
+
+    def find(self, kind: str) -> str:
+        while kind in self._of:
+            kind = self._of[kind]
+        return kind
+
+    def same(self, one: str, other: str) -> str:
+        one, other = self.find(one), self.find(other)
+        if one == other:
+            return one
+        fixed = (_NUMBER, _WHOLE, _TRUTH)
+        if one in fixed and other in fixed:
+            raise _ConflictError(f"{one} and {other}")
+        if one in fixed:
+            one, other = other, one
+        self._of[one] = other
+        return other
+
+    def of(self, expression: Expression) -> str:
+        if isinstance(expression, Name):
+            return self.find(f"tensor {expression.name}")
+        operands = [self.of(operand) for operand in expression.operands]
+        declared = OPERATORS[expression.operator]
+        if declared.name == "where":
+            self.same(operands[0], _TRUTH)
+            return self.same(operands[1], operands[2])
+        if declared.name == "embedding":
+            self.same(operands[1], _WHOLE)
+            return operands[0]
+        if declared.takes == "any":
+            for operand in operands[1:]:
+                self.same(operands[0], operand)
+        else:
+            for operand in operands:
+                self.same(operand, _NUMBER if declared.takes == "number" else _TRUTH)
+        if declared.dtype == "bool":
+            return _TRUTH
+        if declared.dtype == "attribute":
+            return self._made(expression)
+        return operands[0] if operands else _NUMBER
+
+    def _made(self, expression: Call) -> str:
+        dtype = dict(expression.attributes)["dtype"]
+        return kind_of(dtype) if isinstance(dtype, str) else f"dtype {dtype}"
+
+
+def conflict(rule: Rule) -> str | None:
+    """Why no tensors fit both sides of a rule because of their kinds; None if some do."""
+    kinds = _Kinds()
+    try:
+        for left, right in zip(rule.left, rule.right, strict=True):
+            kinds.same(kinds.of(left), kinds.of(right))
+    except _ConflictError as found:
+        return f"one tensor would hold {found}"
+    return None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from meshwright.rewrite.fuzz import try_rule
 from meshwright.rewrite.instances import MOST_DIMS
-from meshwright.rewrite.kinds import conflict
 from meshwright.rewrite.proofs import ILL_TYPED, describe_sizes, prove
+from meshwright.rewrite.rules import conflict
 
 if TYPE_CHECKING:
     from meshwright.rewrite.fuzz import CounterExample

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import fx
 
     from meshwright.capture import Captured
-    from meshwright.rewrite.fx.read import ReadGraph
-    from meshwright.rewrite.search.search import FoundGraph
+    from meshwright.rewrite.fx.reading import ReadGraph
+    from meshwright.rewrite.search.graph_search import FoundGraph
 
 
 def write_found(found: FoundGraph, source: ReadGraph, *, training: bool) -> fx.GraphModule:

@@ -23,18 +23,17 @@ stage_steps     the optimizer, stage by stage
 recorder        spans of all ranks on one clock
 """
 
-from meshwright.runtime.clipping import with_clipping
 from meshwright.runtime.compiling import Compilation
 from meshwright.runtime.devices import choose_device
 from meshwright.runtime.executor import Executor, Output, Outputs
 from meshwright.runtime.offload import check_folder, check_host, choose_folder
 from meshwright.runtime.opening import open_session
+from meshwright.runtime.optimizer_steps import REPAIRS, Repair, RepairKind, check_repair, with_clipping
 from meshwright.runtime.overhead import measure_overhead
 from meshwright.runtime.precisions import autocast_type, check_precision
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
 from meshwright.runtime.recorder import ProcessPeak, Recorder, gather_timeline, make_timeline, measure_clock_offset
-from meshwright.runtime.repairs import REPAIRS, Repair, RepairKind, check_repair
 from meshwright.runtime.session import Session, check_runnable, join_group
 from meshwright.runtime.stage_steps import OptimizerArgument
 

@@ -1,6 +1,6 @@
 """A number on which all ranks agree before an update: an all-reduce sums the contributions of all ranks.
 
-The program issues the all-reduce (`program.exchange`), after the sums of gradients.
+The program issues the all-reduce (`program.gradient_exchange`), after the sums of gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.teams import TeamPosition
+from meshwright.runtime.teams.grid import TeamPosition
 from meshwright.runtime.transport import Transport
 
 

@@ -12,15 +12,10 @@ from contextlib import contextmanager
 
 from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.exchange import Exchange
-from meshwright.runtime.pending import Work
+from meshwright.runtime.optimizer_steps import ShardedBucket, ShardedBuckets
 from meshwright.runtime.rank_program import IssuedInstruction, RankProgram, bucket_of
-from meshwright.runtime.sharded_optimizer import ShardedBucket, ShardedBuckets
-from meshwright.runtime.transport import Transport
-from meshwright.spec.instructions import (
-    Backward,
-    BackwardWeight,
-    OptimizerStep,
-)
+from meshwright.runtime.transport import Transport, Work
+from meshwright.spec import Backward, BackwardWeight, OptimizerStep
 
 
 class BucketSums:

@@ -14,11 +14,9 @@ import torch
 from meshwright.runtime.holding import Holding
 from meshwright.runtime.precisions import multiplying
 from meshwright.runtime.random_state import read_generator, write_generator
-from meshwright.runtime.stage import StageRunner
+from meshwright.runtime.stage_module import StageRunner
 from meshwright.runtime.transport import WireLayout
-from meshwright.spec.events import EventSink
-from meshwright.spec.slices import StageSlice
-from meshwright.spec.units import format_count
+from meshwright.spec import EventSink, StageSlice, format_count
 
 # Microbatches are numbered from 0.
 _AHEAD = -1

@@ -7,10 +7,7 @@ import os
 import torch
 
 from meshwright.cost.memory import Backend, backend_of
-from meshwright.spec.cluster import load_cluster
-from meshwright.spec.errors import MeshwrightError, PlanError, RunError
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
+from meshwright.spec import MeshwrightError, Placement, Plan, PlanError, RunError, load_cluster
 
 
 def choose_device(plan: Plan | Placement, chosen: Backend | None = None) -> Backend:

@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from meshwright.program import Bucket
-from meshwright.program.parts import Parts
+from meshwright.program.buckets import Parts
 from meshwright.runtime.precisions import gradient_type
 
 
 class Exchange(Protocol):
-    """The buckets that a rank sums with others: whole, or in parts (`program.parts`)."""
+    """The buckets that a rank sums with others: whole, or in parts (`program.buckets`)."""
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:

@@ -31,15 +31,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from meshwright.program.sharding import GatherUnit, find_units
-from meshwright.runtime.held import replace_held
+from meshwright.runtime.local_models import replace_held
 from meshwright.runtime.ranges import enclose, find_ops
-from meshwright.runtime.teams import TeamPosition
-from meshwright.spec.errors import PlanError
-from meshwright.spec.graph import Graph
-from meshwright.spec.offload import ON_DEVICE, Offload
-from meshwright.spec.plan import Plan
+from meshwright.runtime.teams.grid import TeamPosition
+from meshwright.spec import Graph, Offload, Plan, PlanError, StageSlice
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.precision import Numbers
-from meshwright.spec.slices import StageSlice
 
 
 def replica_groups(plan: Plan, grid: TeamPosition) -> dict[tuple[int, ...], dist.ProcessGroup]:

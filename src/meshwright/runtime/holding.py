@@ -11,20 +11,14 @@ from torch._guards import detect_fake_mode
 
 from meshwright.capture import Captured
 from meshwright.program import build_placed_program, build_program, gradient_buckets
-from meshwright.runtime.alike import BufferSync, written_buffers
 from meshwright.runtime.fully_sharded import replica_groups, replica_meshes, share_out
-from meshwright.runtime.held import replace_held
-from meshwright.runtime.models import Model, make_model
-from meshwright.runtime.offload.saved import find_stages_away, mark_units
+from meshwright.runtime.local_models import Model, make_model, replace_held
+from meshwright.runtime.offload.saved_values import find_stages_away, mark_units
 from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
-from meshwright.runtime.stage import stage_feeds, stage_fetches
-from meshwright.runtime.teams import TeamPosition
-from meshwright.spec.graph import Graph
-from meshwright.spec.placed_slices import slice_stages
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
-from meshwright.spec.program import Program
-from meshwright.spec.slices import StageSlice
+from meshwright.runtime.replica_broadcast import BufferSync, written_buffers
+from meshwright.runtime.stage_module import stage_feeds, stage_fetches
+from meshwright.runtime.teams.grid import TeamPosition
+from meshwright.spec import Graph, Placement, Plan, Program, StageSlice, slice_stages
 
 
 class Holding(NamedTuple):

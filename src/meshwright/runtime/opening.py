@@ -4,15 +4,15 @@ These are the program that the simulator would also read, this rank's stages cut
 device, the process groups, the buckets, the updates, and the executor.
 
 A placement must keep together the ops that write to the same memory (`check_placed_writes`). The planner uses names
-(`planner.op_tasks`), as a graph does not list the writes of an op. A captured model does (`capture.writes`): all
+(`planner.op_tasks`), as a graph does not list the writes of an op. A captured model does (`capture.call_facts`): all
 ops that use written memory, up to its last write, must be in one stage; for state, also those after it. A placement
 that breaks this rule would compute other numbers than one process, so it is refused.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,23 +24,21 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright import __version__
 from meshwright.capture import Captured
 from meshwright.program import (
+    Bucket,
     build_program,
     exchange_of,
     gradient_buckets,
     minibatches_per_update,
     num_filling_steps,
 )
-from meshwright.program.parts import cut_parts
-from meshwright.runtime.alike import begin_alike
-from meshwright.runtime.clipping import NormClip, count_holders, with_clipping
+from meshwright.program.buckets import cut_parts
+from meshwright.runtime.checkpointing import RecomputedRange
 from meshwright.runtime.compile_ahead import compile_ahead
 from meshwright.runtime.devices import choose_device
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.holding import Holding, arrange_sections, take_holding
-from meshwright.runtime.layouts import channel_layouts, takes_channels_last
-from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.offload import (
     Hosted,
     HostedValues,
@@ -51,29 +49,122 @@ from meshwright.runtime.offload import (
     keep_saved,
     take_to_host,
 )
+from meshwright.runtime.optimizer_steps import (
+    LossScale,
+    NormClip,
+    Repair,
+    ShardedBucket,
+    ShardedBuckets,
+    check_elementwise,
+    check_repair,
+    count_holders,
+    find_staleness,
+    with_clipping,
+)
 from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
 from meshwright.runtime.rank_program import RankProgram, SectionName
-from meshwright.runtime.recompute import RecomputedRange
 from meshwright.runtime.recorder import Recorder
-from meshwright.runtime.repairs import Repair, check_repair, find_staleness
-from meshwright.runtime.session import Session, check_runnable, join_group
-from meshwright.runtime.sharded_optimizer import ShardedBucket, ShardedBuckets, check_elementwise
-from meshwright.runtime.split_backward import SplitPart
-from meshwright.runtime.stage import Part, StageRunner
+from meshwright.runtime.replica_broadcast import begin_alike
+from meshwright.runtime.session import EndlessSteps, FlushingSteps, Session, Steps, check_runnable, join_group
+from meshwright.runtime.stage_layouts import channel_layouts, takes_channels_last
+from meshwright.runtime.stage_module import Part, SplitPart, StageRunner
 from meshwright.runtime.stage_steps import OptimizerArgument, StageSteps, own_optimizer
-from meshwright.runtime.steps import EndlessSteps, FlushingSteps, Steps
-from meshwright.runtime.teams import TeamPosition, make_grid
+from meshwright.runtime.teams.grid import TeamPosition, make_grid
 from meshwright.runtime.transport import Transport
 from meshwright.runtime.versions import VersionedPart
-from meshwright.runtime.waves import WaveExchange
-from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.events import EventSink, NullSink
+from meshwright.spec import (
+    BackwardInput,
+    EventSink,
+    Instruction,
+    NullSink,
+    OptimizerStep,
+    Placement,
+    Plan,
+    PlanError,
+    Program,
+    RunError,
+    Stash,
+    check_placement,
+    check_plan,
+)
 from meshwright.spec.exchange import WAVES
-from meshwright.spec.instructions import BackwardInput, Instruction, OptimizerStep, Stash
-from meshwright.spec.placement import Placement, check_placement
-from meshwright.spec.plan import Plan, check_plan
-from meshwright.spec.program import Program
 from meshwright.spec.sharding import UNSHARDED
+
+# Virtual workers: the changes of a stage's replicas in a wave of minibatches are summed, and merged later.
+#
+# Each replica updates weights of its own. At the end of a wave, d = w - w', with w' the weights at its start, is its
+# change; the sum over the replicas less its own d is the change of the others. A merge adds the latter to the weights
+# (`program.schedules.asynchronous`; Park et al., HetPipe, ATC 2020).
+
+
+class _WaveBucket:
+    """Parameters that are summed together; ``begun`` are their values at the start of the wave."""
+
+    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.index = bucket.index
+        self.parameters = list(parameters)
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.begun = self.flatten()
+        # For the waves that are not merged yet: this replica's change, and the sum over all.
+        self.waves: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+
+    def flatten(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+
+    def end_wave(self) -> torch.Tensor:
+        now = self.flatten()
+        own = now - self.begun
+        self.begun = now
+        self.waves.append((own, own.clone()))
+        return self.waves[-1][1]
+
+    def merge(self) -> None:
+        own, total = self.waves.popleft()
+        others = (total - own).split(self.sizes)
+        for parameter, change in zip(self.parameters, others, strict=True):
+            parameter.data.add_(change.view_as(parameter))
+        self.begun = self.flatten()
+
+
+class WaveExchange:
+    """The buckets of a rank whose updates are summed by waves."""
+
+    def __init__(self, buckets: Sequence[tuple[Bucket, Sequence[torch.nn.Parameter]]]) -> None:
+        self._buckets = {bucket.index: _WaveBucket(bucket, parameters) for bucket, parameters in buckets}
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The weights at the start of the wave."""
+        return [bucket.begun for bucket in self._buckets.values()]
+
+    @property
+    def stages(self) -> Mapping[int, Collection[int]]:
+        """Empty: no gradients are summed."""
+        return {}
+
+    def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
+        """Do nothing: no gradients are summed."""
+
+    def finish(self) -> None:
+        """Do nothing: no gradients are summed."""
+
+    def to_sum(self, part: int) -> torch.Tensor:
+        """End the wave: the change of this replica, to be summed over all in place. Buckets are not cut."""
+        return self._buckets[part].end_wave()
+
+    def merge(self) -> None:
+        """Add the changes of the others in the oldest wave that was summed."""
+        for bucket in self._buckets.values():
+            bucket.merge()
+
+    def restart(self) -> None:
+        """Drop the waves that were not merged."""
+        for bucket in self._buckets.values():
+            bucket.waves.clear()
+            bucket.begun = bucket.flatten()
+
+    def close(self) -> None:
+        """Do nothing: parameters have no hooks."""
 
 
 def open_session(

@@ -16,9 +16,9 @@ from meshwright.program import build_program
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.rank_program import arrange_rank
 from meshwright.runtime.recorder import Recorder
-from meshwright.runtime.stage import StageRunner
-from meshwright.runtime.steps import FlushingSteps
-from meshwright.runtime.teams import TeamPosition
+from meshwright.runtime.session import FlushingSteps
+from meshwright.runtime.stage_module import StageRunner
+from meshwright.runtime.teams.grid import TeamPosition
 from meshwright.runtime.transport import Transport
 from meshwright.spec import Extent, Graph, Layer, Op, Plan, StagePlan, Tensor, Workload, slice_graph
 

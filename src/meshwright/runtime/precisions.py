@@ -18,10 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec import Placement, Plan, PlanError
 from meshwright.spec.exchange import WAVES
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
 from meshwright.spec.precision import SIMULATED_ONLY, Numbers
 
 

@@ -15,9 +15,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import AllReduce, Instruction, ReduceScatter, StreamName
-from meshwright.spec.program import Program, Section
+from meshwright.spec import AllReduce, Instruction, Program, ProgramError, ReduceScatter, Section
+from meshwright.spec.instructions import StreamName
 
 SectionName = Literal["prologue", "body", "epilogue"]
 

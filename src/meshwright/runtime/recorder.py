@@ -19,8 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshwright.spec.program import Program, Section
-from meshwright.spec.timeline import Timeline
+from meshwright.spec import Program, Section, Timeline
 
 _CLOCK_ROUNDS = 20
 _PICOSECONDS_PER_NANOSECOND = 1000

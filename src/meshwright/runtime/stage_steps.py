@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from meshwright.runtime.fully_sharded import own_part
-from meshwright.runtime.loss_scale import LossScale
+from meshwright.runtime.optimizer_steps import LossScale
 from meshwright.runtime.precisions import Masters
-from meshwright.spec.errors import PlanError
-from meshwright.spec.slices import StageSlice
+from meshwright.spec import PlanError, StageSlice
 
 OptimizerArgument = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer | None]
 

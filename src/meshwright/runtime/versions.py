@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from meshwright.spec.errors import ProgramError
+from meshwright.spec import ProgramError
 
 
 class VersionedPart:

@@ -16,7 +16,7 @@ from meshwright.serving.counted import check_counted, counted_time, rates_within
 from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.simulation import IN_TIME, ServingResult, simulate_deployment
-from meshwright.serving.simulation.fleet import refuse_scaling
+from meshwright.serving.simulation.fleet_series import refuse_scaling
 from meshwright.spec import Deployment, Diurnal, ServingError
 from meshwright.spec.groups import MOST_DEVICES
 

@@ -13,24 +13,27 @@ computation, `overflow` explains which ranks run out of memory, `host_memory` co
 `explain_step` finds what bounds a step (`critical_path`) and what would shorten it (`levers`).
 """
 
-from meshwright.simulator.allocation import RankAllocation, allocate_rank, predict_reserved
 from meshwright.simulator.controlled import ControlledRun, EstimateIssue, simulate_controlled
-from meshwright.simulator.critical_path import Bound
+from meshwright.simulator.critical_path import SHORTER, Bound, Lever, StepExplanation, explain_program, explain_step
+from meshwright.simulator.deadlock import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.engine import Contention
-from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange
-from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
-from meshwright.simulator.host_memory import NodeMemory, explain_nodes
-from meshwright.simulator.levers import SHORTER, Lever
+from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange, stage_times
 from meshwright.simulator.many import simulate_plans
-from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
-from meshwright.simulator.plan import DETAILS, Detail, simulate_plan
+from meshwright.simulator.plan_simulation import DETAILS, Detail, simulate_plan
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, bare_costs
 from meshwright.simulator.program_estimate import estimate_program
+from meshwright.simulator.rank_allocation import RankAllocation, allocate_rank, predict_reserved
+from meshwright.simulator.routes import Teams, form_teams
 from meshwright.simulator.simulate import simulate_program
-from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
-from meshwright.simulator.stage_times import stage_times
-from meshwright.simulator.steady import describe_steady_step, steady_rows
-from meshwright.simulator.teams import Teams, form_teams
+from meshwright.simulator.simulation import (
+    NodeMemory,
+    PeakMemory,
+    RankSeconds,
+    Simulation,
+    describe_steady_step,
+    explain_nodes,
+    steady_rows,
+)
 
 __all__ = [
     "DETAILS",

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 from meshwright.simulator.network import Network, routes
-from meshwright.simulator.waiters import Times
+from meshwright.simulator.sharing import Times
 
 
 def uses_shared_links(network: Network) -> NDArray[np.bool_]:

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.simulator.heap import push
-from meshwright.simulator.waiters import Ids, Times
+from meshwright.simulator.sharing import Ids, Times, push
 
 # Later than any moment, and the successor of the last instruction of a stream.
 NEVER = NO_MORE = np.iinfo(np.int64).max

@@ -15,22 +15,21 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.program.answers import read_answer
-from meshwright.program.decided import check_fit, static_order, write_decided
+from meshwright.program.decided import check_fit, read_answer, static_order, write_decided
 from meshwright.program.issuing import PLACES, Filed, IssueBook
 from meshwright.simulator.control import FIRST_TIMER
 from meshwright.simulator.deadlock import describe, raise_deadlock
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.growing import GrowingNetwork, IssueCost
-from meshwright.simulator.matching import rank_of_streams
+from meshwright.simulator.message_matching import rank_of_streams
 from meshwright.simulator.network import Network
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, check_costs
 from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, begin_receives, record_run
 from meshwright.simulator.unroll import Unrolled, routes_of_collectives, unroll
-from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
+from meshwright.spec import DeadlockError, Instruction, Program, ProgramError, Timeline
 from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, Rang, Started
 from meshwright.spec.decision_log import DecisionLog, Replay, make_log
-from meshwright.spec.instructions import STREAM_NAMES, Instruction
+from meshwright.spec.instructions import STREAM_NAMES
 
 # Cost of an issue: from the issue and its handle to its cost class and route (-1: none) in the costs.
 EstimateIssue = Callable[[Issue, int], tuple[int, int]]

@@ -26,17 +26,28 @@ with a tight instruction. The search takes time linear in the number of instruct
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.simulator.host_issue import IssuedRun
-from meshwright.simulator.network import Network, collectives, need_of, route_of
-from meshwright.spec import ProgramError
+from meshwright.cost import CostModel
+from meshwright.simulator.engine import Contention, check_contention
+from meshwright.simulator.host_issue import IssuedRun, hosts_bind, issued_run, with_faster_hosts
+from meshwright.simulator.network import Network, collectives, durations, need_of, route_of, routes, with_durations
+from meshwright.simulator.plan_simulation import program_of, steady_steps
+from meshwright.simulator.program_costs import ProgramCosts, check_costs
+from meshwright.simulator.program_estimate import estimate_program
+from meshwright.simulator.simulate import instruction_columns, run_unrolled
+from meshwright.simulator.simulation import step_window
+from meshwright.simulator.unroll import Unrolled, unroll
+from meshwright.spec import Cluster, Graph, Opcode, Placement, Plan, Program, ProgramError, Timeline, to_seconds
+from meshwright.spec.instructions import COMPUTATIONS, INSTRUCTIONS, STASHING, UPDATES
 
 Ids = NDArray[np.int64]
 Times = NDArray[np.int64]
@@ -277,3 +288,248 @@ def _uses(network: Network, i: int, link: int) -> bool:
             if network.route_links[q] == link:
                 return True
     return False
+
+
+# What would make a step shorter: classes of work, their time on the critical path, and the step with less of each.
+#
+# A class c is a set of instructions: a kind of work, one stage's forwards or backwards, all computations of one kind of
+# device, all transfers over one link. Let T be the step time, d_i the duration of instruction i, and P_c the part of
+# the critical path that belongs to c. If every instruction of c takes (1 - x) d_i, then for a small x, as long as the
+# path stays the longest one and its steps repeat,
+#
+#     T(x) = T - x P_c
+#
+# so P_c is the derivative of the step time by the relative speed of c. Another path soon becomes the longest, so the
+# step is simulated again, exactly, for x = `SHORTER` and for x = 1. The latter is a bound: no improvement of c alone
+# gives a shorter step, unless transfers that queue for a link then come in another order. Marks move with the
+# instruction that raises them, and a link is held for at least 1 ps. Issue by hosts on the path is a class of its own.
+
+# The share of a class's time that is removed.
+SHORTER = 0.1
+# Most classes of each kind that are simulated again, largest first; a pipeline has two per stage.
+MOST_SIMULATED = 8
+
+LeverKind = Literal["work", "stage", "device", "link"]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """A class of work on the critical path.
+
+    ``path_s`` is its time on the path; ``step_if_shorter_s`` the step time with this class 10 % shorter, and
+    ``step_if_free_s`` with it taking no time; None if not simulated.
+    """
+
+    kind: LeverKind
+    name: str
+    path_s: float
+    step_if_shorter_s: float | None
+    step_if_free_s: float | None
+
+
+class _Class(NamedTuple):
+    """The instructions whose entry in ``column``, shape (n,), is one of ``values``."""
+
+    kind: LeverKind
+    name: str
+    column: NDArray[Any]
+    values: list[int]
+
+    def covers(self, ids: NDArray[np.int64] | slice) -> Mask:
+        """Return which of the given instructions belong to the class."""
+        column = self.column[ids]
+        return column == self.values[0] if len(self.values) == 1 else np.isin(column, self.values)
+
+
+def find_levers(
+    path: CriticalPath,
+    unrolled: Unrolled,
+    costs: ProgramCosts,
+    columns: dict[str, NDArray[Any]],
+    devices: Sequence[str],
+    simulate: Callable[[Unrolled], int],
+) -> tuple[Lever, ...]:
+    """Return every class with time on the path, by kind, the largest first.
+
+    ``columns`` are the `instruction_columns`, ``devices`` names the kind of each stream's device, and ``simulate``
+    returns the step time in ps.
+    """
+    length = path.end_ps - path.start_ps
+    on_host = int(length[path.on_host].sum())
+    length = np.where(path.on_host, 0, length)
+    sized = [
+        (item, int(length[item.covers(path.instruction)].sum()))
+        for item in _classes(path, unrolled, costs, columns, devices)
+    ]
+    levers: list[Lever] = []
+    if on_host:
+        steps = [
+            to_seconds(simulate(replace(unrolled, network=with_faster_hosts(unrolled.network, share))))
+            for share in (1 - SHORTER, 0.0)
+        ]
+        levers.append(
+            Lever(
+                kind="work",
+                name="issuing by the host",
+                path_s=to_seconds(on_host),
+                step_if_shorter_s=steps[0],
+                step_if_free_s=steps[1],
+            )
+        )
+    for kind, group in groupby(sized, key=lambda pair: pair[0].kind):
+        largest = sorted((pair for pair in group if pair[1]), key=lambda pair: -pair[1])
+        for place, (item, path_ps) in enumerate(largest):
+            shorter_s = free_s = None
+            if place < MOST_SIMULATED:
+                chosen = item.covers(slice(None))
+                shorter_s = to_seconds(simulate(shorten(unrolled, chosen, 1 - SHORTER)))
+                free_s = to_seconds(simulate(shorten(unrolled, chosen, 0.0)))
+            path_s = to_seconds(path_ps)
+            levers.append(
+                Lever(kind=kind, name=item.name, path_s=path_s, step_if_shorter_s=shorter_s, step_if_free_s=free_s)
+            )
+    kinds = get_args(LeverKind)
+    return tuple(sorted(levers, key=lambda item: (kinds.index(item.kind), -item.path_s)))
+
+
+def shorten(unrolled: Unrolled, chosen: Mask, share: float) -> Unrolled:
+    """Return the same program with the time of the chosen instructions, shape (n,), multiplied by ``share``."""
+    return replace(unrolled, network=with_durations(unrolled.network, *_shorten(unrolled.network, chosen, share)))
+
+
+@compiled
+def _shorten(network: Network, chosen: Mask, share: float) -> tuple[Times, Times]:
+    """Compute durations and shifts of marks; an instruction that holds links takes at least 1 ps, as do its marks."""
+    duration_ps, shift_ps = np.empty(len(chosen), np.int64), network.mark_shift_ps.copy()
+    for i in range(len(duration_ps)):
+        duration_ps[i] = network.class_ps[network.cost_class[i]]
+        if chosen[i]:
+            duration_ps[i] = max(int(np.rint(share * duration_ps[i])), int(route_of(network, i) >= 0))
+    for m in range(len(shift_ps)):
+        i = network.mark_instruction[m]
+        if chosen[i]:
+            moment = np.rint(share * (network.class_ps[network.cost_class[i]] + shift_ps[m]))
+            shift_ps[m] = max(int(moment), int(route_of(network, i) >= 0)) - duration_ps[i]
+    return duration_ps, shift_ps
+
+
+def _classes(
+    path: CriticalPath,
+    unrolled: Unrolled,
+    costs: ProgramCosts,
+    columns: dict[str, NDArray[Any]],
+    devices: Sequence[str],
+) -> Iterator[_Class]:
+    """Yield every class that the path touches."""
+    here, network = path.instruction, unrolled.network
+    route = routes(network)
+    opcode, stage = columns["opcode"], columns["stage"]
+    for code in np.unique(opcode[here]).tolist():
+        yield _Class("work", INSTRUCTIONS[Opcode(code)].label, opcode, [code])
+    for code in COMPUTATIONS:
+        name = INSTRUCTIONS[code].label.replace("wards", "ward")
+        stages = np.where(opcode == code, stage, -1)
+        for place in _distinct(stages[here]):
+            yield _Class("stage", f"{name} of stage {place}", stages, [place])
+    computes = np.isin(opcode, (*COMPUTATIONS, *UPDATES, *STASHING))
+    names, kinds = np.unique(np.array(devices), return_inverse=True)
+    machines = np.where(computes, kinds[unrolled.stream], -1)
+    for number in _distinct(machines[here]):
+        yield _Class("device", f"{names[number]} computing", machines, [number])
+    route_of_link = np.repeat(np.arange(len(network.route_offsets) - 1), np.diff(network.route_offsets))
+    for link in _distinct(network.route_links[np.isin(route_of_link, route[here])]):
+        name = costs.link_names[link] if costs.link_names else f"link number {link}"
+        yield _Class("link", name, route, route_of_link[network.route_links == link].tolist())
+
+
+def _distinct(numbers: NDArray[Any]) -> list[int]:
+    """Return the distinct numbers, ascending, without -1."""
+    return [int(number) for number in np.unique(numbers) if number >= 0]
+
+
+# Explain why a step of a plan takes as long as it does, by its critical path, and what would shorten it, by levers.
+#
+# The step is a steady one, as for `simulate_plan`: from the end of the last step but one to the end of the last. For an
+# asynchronous schedule it is the last one before the pipeline empties; `simulate_plan` gives the mean of several.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExplanation:
+    """What bounds a step.
+
+    ``path`` holds the spans on the critical path in order of time, cut to the parts that are on it, from time 0 to the
+    step time; ``bounds[k]`` says what span k waited for last. ``levers`` are the classes of work on the path.
+    """
+
+    step_time_s: float
+    path: Timeline
+    bounds: tuple[Bound, ...]
+    levers: tuple[Lever, ...]
+
+
+def explain_step(
+    plan: Plan | Placement,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    cost: CostModel | None = None,
+    contention: Contention = "queued",
+) -> StepExplanation:
+    """Explain a steady step of a plan or a placement. Arguments and errors are those of `simulate_plan`."""
+    program = program_of(plan, graph, cluster)
+    cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
+    costs = estimate_program(program, plan, graph, cost)
+    devices = [cluster.device_kind(rank).name for rank in range(program.num_ranks)]
+    return explain_program(program, costs, devices, contention=contention)
+
+
+def explain_program(
+    program: Program, costs: ProgramCosts, devices: list[str], *, contention: Contention = "queued"
+) -> StepExplanation:
+    """Explain a steady step of an estimated program; ``devices`` names the kind of each rank's device."""
+    check_contention(contention)
+    check_costs(program, costs)
+    steps, drains = steady_steps(program)[0], program.epilogue.num_instructions > 0
+    # Fast enough hosts run ahead of a steady step, so it is simulated without them first.
+    for given in (costs.with_hosts_ahead(), costs):
+        unrolled = unroll(program, given, steps)
+        network, start_ps, end_ps = run_unrolled(program, unrolled, costs.host_ps, contention)
+        begin, stop = step_window(unrolled.step, end_ps, drains=drains)
+        if given is costs or not hosts_bind(program, costs, stop - begin):
+            break
+    columns = instruction_columns(program, unrolled)
+    # A receive's span shows the arrival of its bytes; the receive itself runs when they have arrived.
+    start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
+    hosts = issued_run(unrolled.network, network, start_ps)
+    path = find_critical_path(network, start_ps, end_ps, (begin, stop), hosts)
+
+    def simulate(changed: Unrolled) -> int:
+        ends = run_unrolled(program, changed, costs.host_ps, contention)[2]
+        first, last = step_window(changed.step, ends, drains=drains)
+        return last - first
+
+    of_streams = [devices[stream.rank] for stream in program.streams]
+    return StepExplanation(
+        step_time_s=to_seconds(stop - begin) / program.body_steps,
+        path=_timeline(program, path, columns, begin),
+        bounds=tuple(map(Bound, path.bound.tolist())),
+        levers=find_levers(path, unrolled, costs, columns, of_streams, simulate),
+    )
+
+
+def _timeline(program: Program, path: CriticalPath, columns: dict[str, NDArray[Any]], begin_ps: int) -> Timeline:
+    none = np.zeros(0, np.int64)
+    return Timeline(
+        origin="predicted",
+        num_ranks=program.num_ranks,
+        tracks=program.streams,
+        **{name: column[path.instruction] for name, column in columns.items()},
+        start_ps=path.start_ps - begin_ps,
+        end_ps=path.end_ps - begin_ps,
+        memory_rank=none.astype(np.int32),
+        memory_time_ps=none,
+        memory_bytes=none,
+        peak_memory_bytes=(),
+        reserved_memory_bytes=(),
+    )

@@ -38,7 +38,6 @@ import numpy as np
 from meshwright.compiled import compiled
 from meshwright.simulator.control import NO_MORE, REQUESTS, RUNNABLE, Control, add_event, is_next, note_end
 from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
-from meshwright.simulator.heap import pop, push
 from meshwright.simulator.host_issue import Hosts, as_run, prepare_hosts
 from meshwright.simulator.joins import (
     NONE,
@@ -51,7 +50,7 @@ from meshwright.simulator.joins import (
     prepare_joins,
 )
 from meshwright.simulator.network import Network, NetworkState, durations, fresh_state
-from meshwright.simulator.waiters import GRANTED, Column, Ids, Times, finish, join, resume
+from meshwright.simulator.sharing import GRANTED, Column, Ids, Times, finish, join, pop, push, resume
 from meshwright.spec import ProgramError, suggest
 
 Contention = Literal["queued", "fair"]

@@ -29,21 +29,25 @@ import numpy as np
 
 from meshwright.compiled import compiled
 from meshwright.simulator.control import NEVER, Control, next_event
-from meshwright.simulator.heap import pop, push
 from meshwright.simulator.joins import Joins, close_join, finish_for_joins
 from meshwright.simulator.network import Network, NetworkState, route_of
 from meshwright.simulator.sharing import (
     NUM_CHANGED,
     UNITS,
     Flows,
+    Ids,
     Record,
     Records,
+    Times,
     enter_links,
     fill,
+    finish,
     leave_links,
     make_flows,
+    pop,
+    push,
+    resume,
 )
-from meshwright.simulator.waiters import Ids, Times, finish, resume
 
 # Stops of a transfer that the heap may hold on average before stale ones are removed.
 _STOPS_PER_STREAM = 4

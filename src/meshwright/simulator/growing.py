@@ -21,11 +21,9 @@ from meshwright.program.issuing import Filed
 from meshwright.simulator.control import EVENTS, FIRST_TIMER, NO_MORE, RUNNABLE, Control, add_event
 from meshwright.simulator.engine import Contention, run_streams
 from meshwright.simulator.fair import Sharing, prepare_sharing
-from meshwright.simulator.heap import pop
 from meshwright.simulator.joins import Joins, make_joins
 from meshwright.simulator.network import Network, fresh_state
-from meshwright.simulator.sharing import make_flows
-from meshwright.simulator.waiters import GRANTED, Column, Times
+from meshwright.simulator.sharing import GRANTED, Column, Times, make_flows, pop
 from meshwright.spec.control import Decision
 
 Number = TypeVar("Number", bound=np.generic)

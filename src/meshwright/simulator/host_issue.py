@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.simulator.matching import rank_of_streams
+from meshwright.simulator.message_matching import rank_of_streams
 from meshwright.simulator.network import Network, durations, with_durations
 from meshwright.simulator.program_costs import ProgramCosts
-from meshwright.simulator.waiters import Ids, Times
+from meshwright.simulator.sharing import Ids, Times
 from meshwright.spec import Program
 
 

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.simulator.heap import push
 from meshwright.simulator.network import Network
-from meshwright.simulator.waiters import Column, Ids, Times
+from meshwright.simulator.sharing import Column, Ids, Times, push
 from meshwright.spec import ProgramError
 
 NONE = -1

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshwright.cost import CostModel
 from meshwright.simulator.engine import Contention, check_contention
-from meshwright.simulator.plan import simulate_plan
+from meshwright.simulator.plan_simulation import simulate_plan
 from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Cluster, Graph, MeshwrightError, Plan, ProgramError
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.simulator.waiters import Column, Ids, Times
+from meshwright.simulator.sharing import Column, Ids, Times
 
 
 class Network(NamedTuple):

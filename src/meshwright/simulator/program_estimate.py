@@ -5,7 +5,7 @@ backward of its rank, opcode), messages and collectives by (group, opcode, bytes
 bucket. Only these distinct ones are handled one by one.
 
 Asynchronous hosts (`host_issue`) wait for the device at one place: before the first update of a step whose loss is
-scaled, because the host reads there whether all gradients are finite (`runtime.loss_scale`).
+scaled, because the host reads there whether all gradients are finite (`runtime.optimizer_steps`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,40 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
-from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
+from meshwright.cost.collectives import CollectiveOp
+from meshwright.cost.collectives.algorithms import Algorithm
+from meshwright.cost.host_costs import HostCosts
 from meshwright.cost.memory import backend_of, library_workspaces
-from meshwright.cost.offload import HostCosts
-from meshwright.cost.teams import REPLICATING, Axes
-from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, graph_of_program, host_pieces
-from meshwright.program.parts import cut_parts
+from meshwright.cost.optimizers import optimizer_bytes
+from meshwright.cost.team_costs import REPLICATING, Axes
+from meshwright.program import (
+    Bucket,
+    Fold,
+    folded_buckets,
+    gradient_buckets,
+    graph_of_program,
+    host_pieces,
+    trained_stages,
+)
+from meshwright.program.buckets import cut_parts
 from meshwright.simulator.alike import FIRST, LAST, find_distinct, first_updates, mark_backwards
-from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
-from meshwright.simulator.matching import rank_of_streams
-from meshwright.simulator.placed import PlacedRanks
+from meshwright.simulator.message_matching import rank_of_streams
 from meshwright.simulator.program_costs import IssueCosts, ProgramCosts, SectionCosts
 from meshwright.simulator.routes import Routes
 from meshwright.simulator.saved_waits import EstimatedCopies
 from meshwright.simulator.span_parts import IssuedParts, SpanParts, issue_parts, list_parts
-from meshwright.simulator.stage_bytes import Bytes, StageBytes, by_part, stage_bytes, transfer_bytes
-from meshwright.simulator.stage_costs import StageCosts, StepIssue, stage_costs, steps_on_host
+from meshwright.simulator.stage_bytes import (
+    Bytes,
+    StageBytes,
+    by_part,
+    compute_orders,
+    receive_buffer_bytes,
+    sent_gradient_bytes,
+    served_bytes,
+    stage_bytes,
+    transfer_bytes,
+)
+from meshwright.simulator.stage_costs import StageCosts, StepIssue, stage_costs, step_issue, steps_on_host
 from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import (
     Graph,
@@ -44,6 +62,7 @@ from meshwright.spec import (
     Program,
     ProgramError,
     Section,
+    StageSlice,
     slice_stages,
     to_picoseconds,
 )
@@ -56,7 +75,86 @@ from meshwright.spec.instructions import (
     STASHING,
     UPDATES,
 )
-from meshwright.spec.memory import BUCKETS, BUFFERS, MEMORY_PARTS, RECEIVED, SENT
+from meshwright.spec.memory import BUCKETS, BUFFERS, INPUTS, MEMORY_PARTS, OPTIMIZER, PARAMETERS, RECEIVED, SENT
+
+# Memory and work that the stages of a placement share on their rank, so that it is counted once.
+#
+# - Parameters, buffers and inputs that several stages of a rank read exist once.
+# - A value that a stage passes to later stages of its rank stays until the last of them has read it. If there is a
+#   backward, its producer keeps it until then anyway.
+# - A bucket of gradients that several stages of a rank fill exists once.
+# - The optimizer steps once over all parameters of a rank.
+
+
+class PlacedRanks:
+    """Shared memory and optimizer steps of the ranks of one placement; ``stages`` are its slices."""
+
+    def __init__(self, placement: Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> None:
+        self._placement, self._graph, self._stages = placement, graph, stages
+        self._size, self._width = placement.microbatch_size, placement.workload.float_bytes
+        self._kept = [by_part({}) for _ in stages]
+        self._released = [by_part({}) for _ in stages]
+        for stage in stages:
+            if not stage.has_backward:
+                self._hold(stage)
+
+    def shared_bytes(self, rank: int) -> Bytes:
+        """Return the bytes that a sum over the stages of a rank counts more than once."""
+        seen: set[int] = set()
+        total = by_part({})
+        for index in self._placement.stages_of(rank):
+            stage = self._stages[index]
+            for part, tensors in ((PARAMETERS, stage.parameters), (BUFFERS, stage.buffers), (INPUTS, stage.inputs)):
+                count = self._placement.num_microbatches if part == INPUTS else 1
+                again = [tensor for tensor in tensors if tensor in seen]
+                total += by_part({part: count * sum(map(self._bytes, again))})
+                if part == PARAMETERS:
+                    total += by_part({OPTIMIZER: sum(map(self._state_bytes, again))})
+                seen.update(tensors)
+        mine = set(self._placement.stages_of(rank))
+        for bucket in gradient_buckets(self._graph, self._placement):
+            total += by_part({BUCKETS: max(len(mine.intersection(bucket.stages)) - 1, 0) * bucket.num_bytes})
+        return total
+
+    def keep_handed_on(self, stage: int, forward: tuple[Bytes, Bytes]) -> tuple[Bytes, Bytes]:
+        """Return the bytes that a forward allocates and frees, adjusted for values that later stages read."""
+        takes, frees = forward
+        return takes, frees - self._kept[stage] + self._released[stage]
+
+    def optimizer_step(self, stage: int, cost: CostModel) -> tuple[float, float, tuple[int, ...]]:
+        """Return the seconds of the rank's step, of an asynchronous host, and the stages whose gradients it uses."""
+        rank = self._placement.stages[stage].rank
+        stages = trained_stages(self._placement, self._graph, rank)
+        parameters = sorted({tensor for index in stages for tensor in self._stages[index].parameters})
+        kind = cost.cluster.device_kind(rank)
+        seconds = cost.optimizer_seconds(self._graph, parameters, self._placement.workload.optimizer, kind)
+        issue = step_issue(self._graph, self._placement, parameters, cost, 1)
+        return seconds + cost.serial_overhead_s(kind), issue.optimizer_s, stages
+
+    def _hold(self, stage: StageSlice) -> None:
+        """Keep values that later stages of the rank read until the last of them, each storage once."""
+        rank = self._placement.stages[stage.index].rank
+        received = {self._graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
+        last: dict[int, int] = {}
+        for channel in stage.outgoing:
+            if self._placement.stages[channel.target].rank == rank:
+                for storage in (self._graph.tensors[tensor].storage for tensor in channel.tensors):
+                    if self._graph.tensors[storage].role == "activation":
+                        last[storage] = max(last.get(storage, 0), channel.target)
+        for storage, target in last.items():
+            held = by_part({RECEIVED if storage in received else SENT: self._bytes(storage)})
+            self._kept[stage.index] += held
+            self._released[target] += held
+
+    def _bytes(self, tensor: int) -> int:
+        return self._graph.tensors[tensor].num_bytes(self._size, self._width)
+
+    def _state_bytes(self, parameter: int) -> int:
+        workload, tensor = self._placement.workload, self._graph.tensors[parameter]
+        if workload.kind != "training" or not tensor.requires_grad:
+            return 0
+        return optimizer_bytes(tensor, workload)
+
 
 # Whether an opcode occupies the device, by opcode.
 _IS_COMPUTE = np.isin(list(Opcode), (*COMPUTATIONS, *UPDATES, *STASHING))

@@ -8,8 +8,8 @@ the other in each direction.
     backward    the first copy up begins with the stage's backward; the copy for u begins with the unit of the copy
                 before it, and not before that copy has ended; u begins when its copy has ended
 
-The timeline shows the copies themselves (`program.saved`); this module computes the part that is not hidden behind
-units.
+The timeline shows the copies themselves (`program.host_offload`); this module computes the part that is not hidden
+behind units.
 """
 
 from __future__ import annotations

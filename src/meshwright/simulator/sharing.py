@@ -27,7 +27,116 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.simulator.waiters import Column, Ids
+
+# A binary heap of (time, stream) in two arrays that the caller owns; equal times are ordered by stream.
+#
+# Both functions return the new size. They exist because the compiled engine cannot use ``heapq`` without boxing its
+# entries.
+
+
+@compiled
+def push(times: NDArray[np.int64], streams: NDArray[np.int64], size: int, time: int, stream: int) -> int:
+    """Add an entry."""
+    child = size
+    while child > 0:
+        parent = (child - 1) >> 1
+        if times[parent] < time or (times[parent] == time and streams[parent] <= stream):
+            break
+        times[child] = times[parent]
+        streams[child] = streams[parent]
+        child = parent
+    times[child] = time
+    streams[child] = stream
+    return size + 1
+
+
+@compiled
+def pop(times: NDArray[np.int64], streams: NDArray[np.int64], size: int) -> int:
+    """Remove the first entry; read it from index 0 before the call."""
+    size -= 1
+    time = times[size]
+    stream = streams[size]
+    hole = 0
+    while True:
+        child = 2 * hole + 1
+        if child >= size:
+            break
+        right = child + 1
+        if right < size and (
+            times[right] < times[child] or (times[right] == times[child] and streams[right] < streams[child])
+        ):
+            child = right
+        if time < times[child] or (time == times[child] and stream <= streams[child]):
+            break
+        times[hole] = times[child]
+        streams[hole] = streams[child]
+        hole = child
+    times[hole] = time
+    streams[hole] = stream
+    return size
+
+
+# Waiting streams in linked lists, one list per instruction and per collective.
+#
+# ``next_waiter[stream]`` is the next stream of the list that a stream is in; it is in one at most. An unknown end holds
+# -1, or -(stream + 2): the head of the list of streams that wait for it. Streams that can continue are pushed on a
+# stack; all functions that push some return its new top.
+
+Ids = NDArray[np.int64]
+Times = NDArray[np.int64]
+Column = NDArray[np.int32]
+
+# Value of a stream's cursor instead of an index into the waits: the end of its next instruction is known.
+GRANTED = -1
+
+
+@compiled
+def join(
+    collective: int, stream: int, time: int, arrived: Column, arrival: Times, members: Ids, next_waiter: Ids
+) -> int:
+    """Add a member that has arrived at a collective and waits for the others; return the latest arrival."""
+    arrived[collective] += 1
+    arrival[collective] = max(arrival[collective], time)
+    next_waiter[stream] = members[collective]
+    members[collective] = stream
+    return int(arrival[collective])
+
+
+@compiled
+def resume(
+    collective: int,
+    stream: int,
+    end: int,
+    members: Ids,
+    next_waiter: Ids,
+    cursor: Ids,
+    ready: Times,
+    stack: Ids,
+    top: int,
+) -> int:
+    """Resume ``stream``, or all members of a collective, with the end of the instruction known."""
+    member = stream if collective < 0 else members[collective]
+    while member >= 0:
+        cursor[member] = GRANTED
+        ready[member] = end
+        stack[top] = member
+        top += 1
+        member = next_waiter[member] if collective >= 0 else np.int64(-1)
+    return top
+
+
+@compiled
+def finish(end: Times, i: int, time: int, next_waiter: Ids, stack: Ids, top: int) -> int:
+    """Record the end of ``i`` and wake the streams that wait for it."""
+    waiter = end[i]
+    end[i] = time
+    while waiter < -1:
+        stream = -(waiter + 2)
+        waiter = next_waiter[stream]
+        stack[top] = stream
+        top += 1
+    return top
+
 
 # Records: a field is read without passing its array around, which costs more than the work on it (`engine.py`).
 Records = NDArray[np.void]

@@ -23,19 +23,107 @@ of all ranks, column by column.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.program import Fold
-from meshwright.simulator.host_memory import NodeMemory
-from meshwright.spec import Opcode, OpSpans, Stream, Timeline, format_bytes, format_percent, format_seconds
+from meshwright.cost.memory import backend_of
+from meshwright.program import Fold, count_host_needs
+from meshwright.spec import (
+    Cluster,
+    Graph,
+    Opcode,
+    OpSpans,
+    Placement,
+    Plan,
+    Stream,
+    Timeline,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_seconds,
+)
 from meshwright.spec.html import html_table
 from meshwright.spec.instructions import INSTRUCTIONS, CostKind
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
+
+# Memory that the ranks of a plan use on their hosts and drives, and whether it fits each node.
+#
+# `program.count_host_needs` counts the bytes of each rank, here as for a real run. All devices of a node share its host
+# and drives. Where ranks are tensor-parallel groups, the bytes are those of one device of each group, and the node's
+# limits are the share of these devices (`spec.teams`).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMemory:
+    """Bytes used on one node's host and drives, with their limits; ``ranks`` are the plan's ranks on that node."""
+
+    name: str
+    ranks: tuple[int, ...]
+    host_bytes: int
+    host_limit_bytes: int
+    nvme_bytes: int
+    nvme_limit_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether host and drives have enough room."""
+        return self.host_bytes <= self.host_limit_bytes and self.nvme_bytes <= self.nvme_limit_bytes
+
+    @property
+    def share(self) -> float:
+        """The used fraction of the host or of the drives, whichever is fuller."""
+        nvme = self.nvme_bytes / self.nvme_limit_bytes if self.nvme_bytes else 0.0
+        return max(self.host_bytes / self.host_limit_bytes, nvme)
+
+    def describe(self) -> str:
+        """Return text such as ``the host of node0 keeps 37 GiB of 1.86 TiB, its drives 31.7 GiB of 13.6 TiB``."""
+        host = f"the host of {self.name} keeps {format_bytes(self.host_bytes)} of {format_bytes(self.host_limit_bytes)}"
+        if not self.nvme_bytes:
+            return host
+        return f"{host}, its drives {format_bytes(self.nvme_bytes)} of {format_bytes(self.nvme_limit_bytes)}"
+
+
+def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
+    """Return a sentence on the fullest node; an empty list for no nodes."""
+    if not nodes:
+        return []
+    fullest, over = max(nodes, key=lambda node: node.share), sum(not node.fits for node in nodes)
+    sentence = f"{fullest.describe()}."
+    if over:
+        return [f"{over} of {format_count(len(nodes), 'node')} have no room: {sentence}"]
+    return [sentence[0].upper() + sentence[1:]]
+
+
+def node_memory(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> tuple[NodeMemory, ...]:
+    """Return the host memory of each node that a plan uses; empty if the plan keeps everything on devices."""
+    if isinstance(plan, Placement) or plan.offload == ON_DEVICE:
+        return ()
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank in range(plan.num_ranks):
+        ranks[cluster.node_index(rank)].append(rank)
+    found = []
+    for index, members in ranks.items():
+        node = cluster.nodes[index]
+        kept = [count_host_needs(plan, graph, rank, backend_of(cluster.device_kind(rank))) for rank in members]
+        found.append(
+            NodeMemory(
+                name=node.name,
+                ranks=tuple(members),
+                host_bytes=sum(needs.host_bytes for needs in kept),
+                host_limit_bytes=node.host_memory_bytes,
+                nvme_bytes=sum(needs.drive_bytes for needs in kept),
+                nvme_limit_bytes=node.nvme.capacity_bytes if node.nvme else 0,
+            )
+        )
+    return tuple(found)
+
 
 Ids = NDArray[np.int64]
 
@@ -325,3 +413,62 @@ def _number_microbatches(microbatch: NDArray[np.int32], ranks: Ids, fold: Fold) 
         pipeline[list(stage.ranks)] = np.arange(len(stage.ranks))
     own = pipeline[ranks] + microbatch // len(fold.replicas) * len(fold.classes)
     return np.where(microbatch < 0, microbatch, own).astype(np.int32)
+
+
+# The figures of a steady step: rows for ``--json``, and one line for people.
+#
+# MFU counts the FLOPs of the graph's forward and backward for the global batch, each once; HFU counts all FLOPs that
+# the devices execute, including recompute and ops repeated in several stages. Both are shares of what the plan's
+# devices could execute in the step at their peak rate for the plan's precision.
+
+Row = dict[str, Any]
+
+# From this share of the step on, the host's issue time bounds it; in a pipeline other ranks' steps may be a bit longer.
+_BINDING_SHARE = 0.99
+
+
+def steady_rows(result: Simulation) -> Row:
+    """Return ``step_time_s``, ``samples_per_s``, ``bubble_share``, ``mfu_share``, ``hfu_share``, and ``ranks``.
+
+    A row of ``ranks`` has the seconds of `RankSeconds`, ``busy_s`` and the three shares of the step that busy,
+    exposed communication and the rest of the idle time take, which add up to 1.
+    """
+    return {
+        "step_time_s": result.step_time_s,
+        "samples_per_s": result.samples_per_s,
+        "bubble_share": result.bubble_fraction,
+        "mfu_share": result.mfu,
+        "hfu_share": result.hfu,
+        "ranks": [_rank_row(result, rank) for rank in range(len(result.ranks))],
+    }
+
+
+def describe_steady_step(result: Simulation) -> str:
+    """Return ``Steady step: 63.3 ms, bubble 20.7 %, MFU 31.0 %, HFU 31.0 % ...``; without a peak rate no MFU and HFU.
+
+    With asynchronous hosts, a sentence gives the issue time of the slowest one.
+    """
+    facts = [format_seconds(result.step_time_s), f"bubble {format_percent(result.bubble_fraction)}"]
+    if result.mfu is not None and result.hfu is not None:
+        facts += [f"MFU {format_percent(result.mfu)}", f"HFU {format_percent(result.hfu)}"]
+    return f"Steady step: {', '.join(facts)}.{_describe_host(result)}"
+
+
+def _describe_host(result: Simulation) -> str:
+    host_s, step_s = max(rank.host_s for rank in result.ranks), result.step_time_s
+    if not host_s:
+        return ""
+    binds = ", which bounds the step" if host_s >= _BINDING_SHARE * step_s else ""
+    return f" The host issues kernels for {format_seconds(host_s)} of {format_seconds(step_s)}{binds}."
+
+
+def _rank_row(result: Simulation, rank: int) -> Row:
+    seconds, step_s = result.ranks[rank], result.step_time_s
+    exposed_s = seconds.exposed_communication_s
+    shares = {"busy": seconds.busy_s, "exposed": exposed_s, "waiting": seconds.idle_s - exposed_s}
+    return {
+        "rank": rank,
+        "busy_s": seconds.busy_s,
+        **asdict(seconds),
+        **{f"{name}_share": value / step_s if step_s else 0.0 for name, value in shares.items()},
+    }

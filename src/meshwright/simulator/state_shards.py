@@ -1,6 +1,6 @@
 """Replicas that shard the states of a stage among each other (ZeRO), and the cost of gathers for a pass.
 
-    zero 1   optimizer states: gradients are scattered once per step, parameters gathered (`program.exchange`)
+    zero 1   optimizer states: gradients are scattered once per step, parameters gathered (`program.gradient_exchange`)
     zero 2   gradients, too: scattered during each backward; parameters are gathered during each forward
     zero 3   parameters, too: gathered again during each backward
 
@@ -38,9 +38,10 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.collectives import CollectiveOp
 from meshwright.cost.memory import backend_of
-from meshwright.program.sharding import GatherUnit, find_units, padded_bytes
+from meshwright.program import padded_bytes
+from meshwright.program.sharding import GatherUnit, find_units
 from meshwright.spec import Cluster, DeviceKind, Graph, Placement, Plan, StageSlice
-from meshwright.spec.collective import summing_axes
+from meshwright.spec.exchange import summing_axes
 
 Floats = NDArray[np.float64]
 

@@ -25,7 +25,6 @@ from meshwright.spec.deployment import (
     read_deployment,
     write_deployment,
 )
-from meshwright.spec.drives import Nvme
 from meshwright.spec.errors import (
     CaptureError,
     ClusterError,
@@ -87,27 +86,26 @@ from meshwright.spec.measurements import (
     TransferMeasurement,
     op_key,
 )
-from meshwright.spec.offload import Offload, read_offload
-from meshwright.spec.placed_slices import slice_placement, slice_stages
-from meshwright.spec.placement import PlacedStage, Placement, check_fit, check_placement
-from meshwright.spec.plan import Plan, check_plan, with_branches
+from meshwright.spec.offload import Nvme, Offload, read_offload
+from meshwright.spec.placement import PlacedStage, Placement, check_fit, check_placement, slice_placement, slice_stages
+from meshwright.spec.plan import Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.recompute import (
     Recompute,
     computed_again,
     passed_again,
     read_from_outside,
+    read_recompute,
+    recompute_choices,
     recompute_layers,
     recompute_runs,
     with_recompute,
 )
-from meshwright.spec.recompute_words import read_recompute, recompute_choices
 from meshwright.spec.scaling import Scaling
 from meshwright.spec.server import Server
 from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sharding
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
-from meshwright.spec.stage_plan import StagePlan
 from meshwright.spec.timeline import OpSpans, Timeline
 from meshwright.spec.units import (
     DTYPE_BYTES,

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.codec import decode_document
-from meshwright.spec.drives import Nvme
 from meshwright.spec.errors import ClusterError, suggest
+from meshwright.spec.offload import Nvme
 from meshwright.spec.parsing import read_data
 
 _SHORT_FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")

@@ -32,9 +32,9 @@ from meshwright.spec.joint_models import MOST_RATE, Query, Trunk
 from meshwright.spec.latency import LONGEST, NO_TIME, Latency
 from meshwright.spec.own_code import split_reference
 from meshwright.spec.parsing import read_data
-from meshwright.spec.quantities import Bytes, Seconds
 from meshwright.spec.scaling import Scaling, check_scaling
 from meshwright.spec.server import Server
+from meshwright.spec.units import Bytes, Seconds
 
 _YEAR = 366 * LONGEST
 A_DAY = Seconds(86_400.0)

@@ -8,7 +8,7 @@ from functools import partial
 from meshwright.spec.bounds import check_bounds
 from meshwright.spec.errors import ServingError
 from meshwright.spec.latency import LONGEST, Latency
-from meshwright.spec.quantities import Bytes, Seconds
+from meshwright.spec.units import Bytes, Seconds
 
 MOST_RATE = 1e9
 

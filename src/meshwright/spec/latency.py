@@ -9,7 +9,7 @@ from functools import partial
 
 from meshwright.spec.bounds import check_bounds
 from meshwright.spec.errors import ServingError
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 
 NO_TIME = Seconds(0)
 LONGEST = 86_400.0

@@ -7,17 +7,102 @@ Nothing in a file is executed.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from meshwright.extras import explain_missing
 from meshwright.spec.codec import decode_document, document_kind
 from meshwright.spec.errors import DocumentError, ModelReferenceError
 from meshwright.spec.files import read_regular
 from meshwright.spec.graph import Graph
-from meshwright.spec.hub import CONFIG_NAME, MAX_CONFIG_BYTES, find_config, is_hub_id
 from meshwright.spec.own_code import split_reference
 from meshwright.spec.parsing import read_data
+
+# Models of the Hugging Face Hub by id: ``Qwen/Qwen2.5-7B`` → the path of its ``config.json``, and nothing else.
+#
+# The file comes from huggingface_hub's cache if it is there, else from the network. Weights, tokenizers and code are
+# never downloaded; the file is read as data, with the limits of `model_files`.
+
+CONFIG_NAME = "config.json"
+# Published configurations have 1 kB to 1 MB, the longest those that name 21,843 classes of images.
+MAX_CONFIG_BYTES = 4 * 2**20
+TIMEOUT_S = 10
+# Names of users, organisations and repositories that the Hub allows.
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+# References to files, whose folder may not exist.
+_FILES = (".json", ".toml", ".py")
+_BY_HAND = "Give the file itself: save {url} and plan with that, or set HF_HOME to a cache that holds it."
+
+
+def is_hub_id(reference: str) -> bool:
+    """Whether a reference has the form of an id of the Hub, and does not name a file or folder here."""
+    return (
+        _ID.fullmatch(reference) is not None
+        and not reference.endswith(_FILES)
+        and not Path(reference).expanduser().exists()
+    )
+
+
+def find_config(model_id: str) -> Path:
+    """The file ``config.json`` of a model of the Hub. Raises ModelReferenceError if it is not available."""
+    try:
+        from huggingface_hub import (  # noqa: PLC0415  (an extra)
+            constants,
+            get_hf_file_metadata,
+            hf_hub_download,
+            try_to_load_from_cache,
+        )
+        from huggingface_hub.errors import (  # type: ignore[attr-defined]  # noqa: PLC0415
+            EntryNotFoundError,
+            GatedRepoError,
+            HFValidationError,
+            HTTPError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+    except ImportError:
+        raise ModelReferenceError(
+            explain_missing(f"{model_id!r} is a model of the Hugging Face Hub, which", "huggingface_hub")
+        ) from None
+
+    known = try_to_load_from_cache(model_id, CONFIG_NAME)
+    if isinstance(known, str):
+        return Path(known)
+    url = f"{constants.ENDPOINT}/{model_id}/resolve/main/{CONFIG_NAME}"
+    by_hand = _BY_HAND.format(url=url)
+    try:
+        # Unlike a download, this does not retry for half a minute without a network.
+        size = get_hf_file_metadata(url, timeout=TIMEOUT_S).size or 0
+        if size > MAX_CONFIG_BYTES:
+            raise ModelReferenceError(
+                f"{url} has {size} bytes; configurations are limited to {MAX_CONFIG_BYTES}. Check the name."
+            )
+        return Path(hf_hub_download(model_id, CONFIG_NAME))
+    except GatedRepoError:
+        raise ModelReferenceError(
+            f"{model_id!r} is gated: its owner has to grant access. Ask for it on {constants.ENDPOINT}/{model_id}, "
+            "then set HF_TOKEN, or run `hf auth login`."
+        ) from None
+    except RepositoryNotFoundError:
+        raise ModelReferenceError(
+            f"There is no file or folder {model_id!r} here, and the Hugging Face Hub has no model {model_id!r} that "
+            "can be read from here. Check the name, or set HF_TOKEN for a private one. The models that ship with "
+            "Meshwright: `meshwright show zoo`."
+        ) from None
+    except EntryNotFoundError:
+        raise ModelReferenceError(
+            f"{model_id!r} holds no {CONFIG_NAME}, which would describe the model. Give a model of your "
+            "own as path/to/file.py:function."
+        ) from None
+    except (HTTPError, OfflineModeIsEnabled, HFValidationError, OSError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelReferenceError(
+            f"There is no file or folder {model_id!r} here. As a model of the Hugging Face Hub, its {CONFIG_NAME} is "
+            f"not in the cache, and could not be fetched from {constants.ENDPOINT} ({lines[0][:200]}). {by_hand}"
+        ) from None
+
 
 # A stored graph has its schema as its first key (spec.codec), within this number of bytes.
 _GRAPH_MARK, _HEAD_BYTES = b'"meshwright/graph/', 256

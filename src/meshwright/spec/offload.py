@@ -8,8 +8,8 @@
     activations what layers save for their backward: it goes down after the layer's forward, and comes up during the
                 backward of the next layer (Rhu et al., vDNN, MICRO 2016; torchtune's OffloadActivations)
 
-`program.offload` and `program.saved` define what it means for a step, `program.host_needs` what the host and its drives
-hold.
+`program.host_offload` and `program.host_offload` define what it means for a step, `program.host_offload` what the host
+and its drives hold.
 """
 
 from __future__ import annotations
@@ -23,6 +23,27 @@ from meshwright.spec.errors import ClusterError, PlanError, suggest
 if TYPE_CHECKING:
     from meshwright.spec.cluster import Cluster
     from meshwright.spec.plan import Plan
+
+
+# The drives of a node, for states that fit neither the devices nor the host.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nvme:
+    """The drives of a node, taken together."""
+
+    capacity_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not min(self.capacity_bytes, self.read_bytes_per_s, self.write_bytes_per_s) > 0:
+            raise ClusterError(
+                f"Drives of {self.capacity_bytes} bytes that read {self.read_bytes_per_s} B/s and write "
+                f"{self.write_bytes_per_s} B/s are impossible; expected positive numbers. Leave `nvme` out if the node "
+                "has no drives."
+            )
+
 
 Place = Literal["device", "host", "nvme"]
 PLACES: tuple[Place, ...] = get_args(Place)

@@ -17,16 +17,16 @@ run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 
     late_awaited, late_lag               ``late_lag[l]`` repetitions earlier (below)
 
 The typed classes of `instructions` are views of the rows; only `program.ProgramBuilder` writes the rows of a program.
-Modules that cut or repeat a program (`program.endless`, `program.repeat`) copy its rows.
+Modules that cut or repeat a program (`program.endless_program`, `program.build`) copy its rows.
 A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a synchronous schedule has only a body. In an
 asynchronous one, a microbatch that enters in one repetition of the body may leave in another. Its sections number
 microbatches and versions as if the body came once; in repetition r, and in the epilogue after r repetitions, the
 microbatches are those in the columns + r·``advance``, and the versions those + r·(updates of the stage in the body).
 
 A *late wait* refers to an earlier repetition: when an asynchronous schedule sums waves of minibatches, or when the
-gradient exchange of one step continues in the next (`program.exchange`). With n repetitions the sections have the
-order prologue (-1), body (0 ... n - 1), epilogue (n). A late wait in the section at place x is for an instruction of
-the section at place x - lag: of the prologue if ``late_section`` is 0, of the body if it is 1. If that place has
+gradient exchange of one step continues in the next (`program.gradient_exchange`). With n repetitions the sections have
+the order prologue (-1), body (0 ... n - 1), epilogue (n). A late wait in the section at place x is for an instruction
+of the section at place x - lag: of the prologue if ``late_section`` is 0, of the body if it is 1. If that place has
 another section, or does not exist, the wait is skipped.
 """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshwright.spec.bounds import check_bounds
 from meshwright.spec.errors import ServingError
 from meshwright.spec.latency import LONGEST, NO_TIME
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 
 if TYPE_CHECKING:
     from meshwright.spec.deployment import Deployment

@@ -12,7 +12,7 @@
     Checkpoints      how the state is saved, and the cost to resume from it
     Price            money per hour
 
-Effects are facts; `meshwright.simulator.scenarios` applies them. Quantities have units (`spec.quantities`), devices and
+Effects are facts; `meshwright.simulator.scenarios` applies them. Quantities have units (`spec.units`), devices and
 links are selected by short texts (`spec.selectors`). All random choices follow from ``seed``.
 """
 
@@ -30,8 +30,8 @@ from meshwright.spec.bounds import check_bounds
 from meshwright.spec.codec import decode_document
 from meshwright.spec.errors import DocumentError, ScenarioError, suggest
 from meshwright.spec.parsing import read_data
-from meshwright.spec.quantities import Bytes, BytesPerSecond, Seconds
 from meshwright.spec.selectors import Devices, Links
+from meshwright.spec.units import Bytes, BytesPerSecond, Seconds
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from functools import partial
 from meshwright.spec.bounds import check_bounds
 from meshwright.spec.errors import ServingError
 from meshwright.spec.latency import LONGEST
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 
 A_MINUTE, HALF_A_MINUTE = Seconds(60.0), Seconds(30.0)
 # Limits of the numbers of processes of a server: those that read requests, and those that compute.

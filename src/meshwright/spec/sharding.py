@@ -20,8 +20,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from meshwright.spec.collective import Axis
 from meshwright.spec.errors import PlanError
+from meshwright.spec.exchange import Axis
 from meshwright.spec.graph import Extent
 
 AXES: tuple[Axis, ...] = get_args(Axis)

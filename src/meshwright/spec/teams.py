@@ -20,8 +20,8 @@ from dataclasses import fields, replace
 from itertools import groupby
 
 from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node, NodePath, Racks
-from meshwright.spec.drives import Nvme
 from meshwright.spec.errors import ClusterError
+from meshwright.spec.offload import Nvme
 from meshwright.spec.units import format_bytes
 
 

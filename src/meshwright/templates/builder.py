@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.spec import Extent, Graph, Layer, Op, Tensor
+from meshwright.spec import FLOAT_DTYPES, Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.blocks import block_signature
 from meshwright.spec.graph import Role
-from meshwright.spec.units import FLOAT_DTYPES
 
 B = Extent(0, 1)
 Size = int | Extent

@@ -1,20 +1,16 @@
 """The training API: prepare, step, save; and the ready job that `meshwright run` starts."""
 
-from meshwright.training.batches import measure_batches_here
 from meshwright.training.calibrate import Calibration, calibrate_here, correct_table
 from meshwright.training.check import check_losses, refuse_unchecked
-from meshwright.training.device_table import device_table_here
+from meshwright.training.device_measuring import DeviceRun, choose_device, device_table_here, measure_device_here
 from meshwright.training.dry import DryRun, FakeModel, dry_run
-from meshwright.training.feed import Feed
+from meshwright.training.feed import Feed, measure_batches_here
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
-from meshwright.training.launch import run_plan
+from meshwright.training.launch import leave, run_plan, run_rank, started_by_torchrun
 from meshwright.training.measure import measure_here
-from meshwright.training.measure_device import DeviceRun, choose_device, measure_device_here
-from meshwright.training.metrics import watching
-from meshwright.training.outcome import Outcome, judge_run
-from meshwright.training.rank import leave, run_rank, started_by_torchrun
 from meshwright.training.text import text_batches
 from meshwright.training.trainer import Trainer, prepare
+from meshwright.training.worker import Outcome, judge_run, watching
 
 __all__ = [
     "Calibration",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from meshwright.training.rank import leave
+from meshwright.training.launch import leave
 from meshwright.training.worker import main
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ import torch
 
 from meshwright.capture import capture_model, flatten_batch, part
 from meshwright.runtime import microbatch_seed
-from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.events import EventSink, NullSink
-from meshwright.spec.plan import Plan
+from meshwright.spec import EventSink, NullSink, Plan, PlanError, RunError
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 
 # Sums in another order: float32 has 24 bits and a loss is a sum of some thousand terms. Updates propagate differences,

@@ -23,11 +23,8 @@ import torch.distributed as dist
 
 from meshwright.runtime import Session
 from meshwright.runtime.fully_sharded import own_part
-from meshwright.spec.codec import content_hash, read_document, write_document
-from meshwright.spec.errors import DocumentError, RunError
+from meshwright.spec import DocumentError, Placement, Plan, RunError, content_hash, read_document, write_document
 from meshwright.spec.made_with import UNKNOWN
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
 
 _NAME = re.compile(r"step-(\d{8,})")
 _META = "meta.json"

@@ -29,17 +29,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.capture import Captured, capture_model, flatten_batch
 from meshwright.cost.autocast import as_computed
 from meshwright.program import gradient_buckets, num_filling_steps
-from meshwright.program.expansion import Expansion
-from meshwright.runtime import OptimizerArgument, Session, issue_order, open_session, with_clipping
-from meshwright.runtime.rank_program import SectionName, arrange_rank
-from meshwright.runtime.teams import TeamPosition
+from meshwright.program.collective_expansion import Expansion
+from meshwright.runtime import OptimizerArgument, Session, arrange_rank, issue_order, open_session, with_clipping
+from meshwright.runtime.rank_program import SectionName
+from meshwright.runtime.teams.grid import TeamPosition
 from meshwright.runtime.transport import MESSAGES, SUMS
-from meshwright.spec.collective import Axis
-from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.graph import Graph
-from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send
-from meshwright.spec.placement import check_fit
-from meshwright.spec.plan import Plan
+from meshwright.spec import (
+    AllGather,
+    AllReduce,
+    Graph,
+    Instruction,
+    Plan,
+    PlanError,
+    Receive,
+    ReduceScatter,
+    RunError,
+    Send,
+    check_fit,
+)
+from meshwright.spec.exchange import Axis
 from meshwright.training.job import Job, capture_fake, tile
 from meshwright.training.precision import bind_plan, capture_in_precision, recaptures
 

@@ -17,14 +17,17 @@ from torch.utils import _pytree as pytree
 from meshwright.capture import Captured, capture_model
 from meshwright.cost.memory import Backend
 from meshwright.runtime import Repair, RepairKind
-from meshwright.spec.codec import write_document
-from meshwright.spec.errors import PlanError
-from meshwright.spec.files import write_text
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
+from meshwright.spec import (
+    Optimizer,
+    Placement,
+    Plan,
+    PlanError,
+    format_count,
+    format_seconds,
+    write_document,
+    write_text,
+)
 from meshwright.spec.plan_files import read_plan
-from meshwright.spec.units import format_count, format_seconds
-from meshwright.spec.workload import Optimizer
 from meshwright.training.text import text_batches
 from meshwright.zoo import ModelSource, load_model
 

@@ -21,12 +21,8 @@ from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured
 from meshwright.cost.traits import family_of
-from meshwright.runtime.held import replace_held
-from meshwright.spec.errors import CaptureError, PlanError
-from meshwright.spec.graph import Graph
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
-from meshwright.spec.units import FLOAT_DTYPES
+from meshwright.runtime.local_models import replace_held
+from meshwright.spec import FLOAT_DTYPES, CaptureError, Graph, Placement, Plan, PlanError
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan | Placement)
 # The inputs and the targets, as `capture_model` takes them.

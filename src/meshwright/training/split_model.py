@@ -26,7 +26,7 @@ from meshwright.planner.methods.flexflow.lowering import (
     part_name,
     split_graph,
 )
-from meshwright.spec.errors import CaptureError, GraphError, PlanError
+from meshwright.spec import CaptureError, GraphError, PlanError
 from meshwright.zoo import ModelSource
 
 # By how much a loss may differ from that of the model, relatively: sums come in another order.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.spec.errors import MeshwrightError
+from meshwright.spec import MeshwrightError
 
 
 def read_text(max_bytes: int = 4 * 2**20) -> torch.Tensor:

@@ -20,6 +20,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -28,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from meshwright.capture import Captured, capture_model, check_capture, flatten_batch
 from meshwright.cost.memory import Backend
@@ -46,17 +49,101 @@ from meshwright.runtime import (
     measure_clock_offset,
     open_session,
 )
-from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.events import EventSink
-from meshwright.spec.placement import Placement, check_fit
-from meshwright.spec.plan import Plan
+from meshwright.spec import (
+    DocumentError,
+    EventSink,
+    Placement,
+    Plan,
+    PlanError,
+    RunError,
+    Timeline,
+    check_fit,
+    slice_stages,
+)
 from meshwright.spec.plan_files import read_plan, with_compiled
-from meshwright.spec.timeline import Timeline
 from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.training.feed import Feed, MicrobatchQueue, first_samples, load_to, unpack, with_loader
-from meshwright.training.memory import MemoryMeter
+from meshwright.training.peak_memory import MemoryMeter
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
-from meshwright.training.state import gather_state, save_state
+
+# Gather the whole model's state from the ranks that hold its parts.
+
+
+def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
+    """State dict of ``model`` (its own keys) on rank 0, in host memory; None elsewhere. All ranks call it together.
+
+    A tensor comes from the first replica of the first stage that holds it; tensors that the graph does not use come
+    from rank 0's model.
+    """
+    owners = _owners(session)
+    buffers = {name: item for module in session.modules for name, item in module.named_buffers()}
+    state: dict[str, torch.Tensor] = {}
+    for tensor, holders in owners.items():
+        facts = session.graph.tensors[tensor]
+        held: torch.Tensor | None = session.parameters.get(tensor, buffers.get(facts.name))
+        if isinstance(held, DTensor):
+            # Replicas with shards of it gather them, at the same place in this loop.
+            held = _on_device(held, session.device).full_tensor().to(getattr(torch, facts.dtype))
+        own = held.detach().contiguous() if held is not None else torch.empty(0)
+        if session.rank in holders and session.rank != 0:
+            dist.send(own, 0)
+        if session.rank == 0:
+            shape = [extent.at(0) for extent in facts.shape]
+            shares = []
+            for holder in holders:
+                value = torch.empty(shape, dtype=getattr(torch, facts.dtype), device=session.device)
+                if holder == 0:
+                    value = own
+                else:
+                    dist.recv(value, holder)
+                shares.append(value)
+            state[facts.name] = session.model.join(shares, tensor).cpu().clone()
+    if session.rank != 0:
+        return None
+    names = {alias: session.graph.tensors[i].name for i in owners for alias in session.graph.tensors[i].aliases}
+    return {
+        key: state[names.get(key, key)] if names.get(key, key) in state else value.detach().cpu().clone()
+        for key, value in model.state_dict().items()
+    }
+
+
+def _on_device(value: DTensor, device: torch.device) -> DTensor:
+    """A sharded tensor on the device where its processes communicate; its shards may be on the host."""
+    local = value.to_local()
+    if local.device == device:
+        return value
+    made: DTensor = DTensor.from_local(
+        local.to(device), value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+    )
+    return made
+
+
+def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a state dict with torch.save to a temporary file, then rename; DocumentError if that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be written ({error.strerror}). Choose a writable folder.") from None
+    try:
+        torch.save(state, temporary)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _owners(session: Session) -> dict[int, tuple[int, ...]]:
+    """Tensor id of every parameter and buffer → the processes that provide it: several with shards, or one."""
+    owners: dict[int, tuple[int, ...]] = {}
+    width = session.grid.width
+    for stage in slice_stages(session.graph, session.model.plan):
+        first = session.plan.stages[stage.index].ranks[0] * width
+        for tensor in (*stage.parameters, *stage.buffers):
+            count = width if session.model.is_split(tensor) else 1
+            owners.setdefault(tensor, tuple(range(first, first + count)))
+    return owners
 
 
 def prepare(

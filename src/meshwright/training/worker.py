@@ -15,22 +15,37 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshwright.cost import load_cost_model
 from meshwright.measurement import is_out_of_memory
+from meshwright.planner import predict_step_interval
+from meshwright.report import SlowRank, explain_difference, explain_stragglers, find_stragglers
 from meshwright.runtime import choose_device, join_group
-from meshwright.spec.codec import dump_json, encode_document, read_document
-from meshwright.spec.errors import MeshwrightError, RunError
-from meshwright.spec.events import EventSink
-from meshwright.spec.files import write_text
-from meshwright.spec.plan import Plan
+from meshwright.simulator import form_teams, simulate_plan
+from meshwright.spec import (
+    EventSink,
+    Graph,
+    MeshwrightError,
+    Plan,
+    RunError,
+    Timeline,
+    encode_document,
+    format_seconds,
+    load_cluster,
+    read_document,
+    write_text,
+)
+from meshwright.spec.codec import dump_json
 from meshwright.training.job import (
     PROGRESS_FILE,
     CompiledLayers,
@@ -44,6 +59,195 @@ from meshwright.training.job import (
     write_results,
 )
 from meshwright.training.trainer import Trainer, prepare
+
+# Metrics of a run for other tools: TensorBoard scalars in a folder, a page for Prometheus on the loopback interface.
+#
+# Both need extras, imported on use. The loss of a step may be known some steps later (asynchronous schedules); it is
+# written at its own step.
+
+
+class Watched(EventSink, Protocol):
+    """A sink that is closed at the end of the run."""
+
+    def close(self) -> None:
+        """Write buffered values, and release ports."""
+
+
+class TensorBoardSink:
+    """Scalars ``training/loss`` and ``training/samples_per_s`` by step.
+
+    Raises RunError without TensorBoard, or for a folder that cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError:
+            raise _missing("TensorBoard scalars", "tensorboard") from None
+        try:
+            self._writer: Any = SummaryWriter(str(folder))
+        except OSError as error:
+            raise RunError(f"{folder}: scalars cannot be written there ({error.strerror}). Choose a folder.") from None
+
+    def progress(self, task: str, done: int, total: int) -> None:
+        """Do nothing."""
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        """Write a scalar."""
+        self._writer.add_scalar(f"training/{name}", value, step)
+
+    def close(self) -> None:
+        """Write buffered values."""
+        self._writer.close()
+
+
+class PrometheusSink:
+    """Gauges ``meshwright_loss``, ``meshwright_samples_per_s``, ``meshwright_step`` and ``meshwright_steps``.
+
+    Served at ``http://127.0.0.1:port/metrics``; port 0 takes a free one. Raises RunError without the client library, or
+    for a port that is taken.
+    """
+
+    def __init__(self, port: int) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Gauge, start_http_server  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError:
+            raise _missing("A page for Prometheus", "metrics") from None
+        self._make_gauge, self._registry = Gauge, CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=self._registry)
+        except OSError as error:
+            raise RunError(
+                f"Port {port} was given for metrics and cannot be used ({error.strerror}). Give another one, or 0 for "
+                "one that is free."
+            ) from None
+        self.port: int = self._server.server_port
+
+    def progress(self, task: str, done: int, total: int) -> None:
+        """Set the step, and the number of steps."""
+        if task == "steps":
+            self._set("step", done, "Steps that are done.")
+            self._set("steps", total, "Steps of the run.")
+
+    def metric(self, name: str, value: float, step: int) -> None:  # noqa: ARG002 - Prometheus has times of its own
+        """Set the newest value."""
+        self._set(name, value, f"{name}, newest known value.")
+
+    def close(self) -> None:
+        """Release the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _set(self, name: str, value: float, words: str) -> None:
+        if name not in self._gauges:
+            self._gauges[name] = self._make_gauge(f"meshwright_{name}", words, registry=self._registry)
+        self._gauges[name].set(value)
+
+
+class _Several:
+    def __init__(self, sinks: Sequence[EventSink]) -> None:
+        self._sinks = sinks
+
+    def progress(self, task: str, done: int, total: int) -> None:
+        for sink in self._sinks:
+            sink.progress(task, done, total)
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        for sink in self._sinks:
+            sink.metric(name, value, step)
+
+
+@contextmanager
+def watching(events: EventSink | None, tensorboard: Path | None, prometheus: int | None) -> Iterator[EventSink]:
+    """A sink that passes values on to ``events`` and to the chosen tools, closed at the end."""
+    with ExitStack() as stack:
+        sinks: list[EventSink] = [events] if events is not None else []
+        for make, argument in ((TensorBoardSink, tensorboard), (PrometheusSink, prometheus)):
+            if argument is not None:
+                sink: Watched = make(argument)  # type: ignore[arg-type]  # each has its own
+                stack.callback(sink.close)
+                sinks.append(sink)
+        yield _Several(sinks)
+
+
+def _missing(what: str, extra: str) -> RunError:
+    return RunError(f"{what} needs a library that is not installed. Run pip install 'meshwright[{extra}]'.")
+
+
+# Compare a run with its prediction: the step time, the causes of a difference, and slow ranks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Seconds of a step, predicted with their 80 % interval and measured; differences and slow ranks, in words.
+
+    ``is_measured``: the prediction uses measured times, not only datasheets.
+    """
+
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    is_measured: bool
+    difference: str
+    stragglers: tuple[SlowRank, ...]
+    first_step: int
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measured step is in the interval."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    def row(self) -> dict[str, Any]:
+        """The fields for JSON."""
+        return {
+            "predicted_step_s": self.predicted_s,
+            "predicted_interval_s": [self.low_s, self.high_s],
+            "predicted_by_measurements": self.is_measured,
+            "inside": self.is_inside,
+            "difference": self.difference,
+            "stragglers": [
+                {"rank": item.rank, "opcode": item.opcode.name.lower(), "ratio": item.ratio, "since_step": step}
+                for item in self.stragglers
+                for step in (self.first_step + item.since + 1,)
+            ],
+        }
+
+    def explain(self) -> list[str]:
+        """Sentences for people."""
+        ends = f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}"
+        basis = "" if self.is_measured else ", by datasheets; --measurements TABLE goes by what `measure` found here"
+        known = f"predicted: {format_seconds(self.predicted_s)} per step, 80 % interval {ends}{basis}"
+        where = f"The measured step is {'in' if self.is_inside else 'outside of'} that interval."
+        told = [known, where if self.is_inside else f"{where} {self.difference}".rstrip()]
+        return told + explain_stragglers(list(self.stragglers), self.first_step)
+
+
+def judge_run(plan: Plan, graph: Graph, measured: Timeline, first_step: int, measurements: Path | None) -> Outcome:
+    """Compare a measured timeline, whose first step was number ``first_step`` of the run, with a prediction.
+
+    Raises DocumentError or MeasurementError for a table that cannot be read or is of other devices, ClusterError for
+    a cluster that is not known here.
+    """
+    cluster = load_cluster(plan.cluster)
+    usual = load_cost_model(cluster, measurements, plan.workload.precision)
+    plan, graph, cluster, cost = form_teams(plan, graph, cluster, usual)
+    predicted = simulate_plan(plan, graph, cluster, cost=cost, num_steps=2).timeline
+    interval = predict_step_interval(plan, graph, cluster, cost)
+    return Outcome(
+        predicted_s=float(np.median(predicted.step_seconds())),
+        low_s=interval.low_s,
+        high_s=interval.high_s,
+        measured_s=float(np.median(measured.step_seconds())),
+        is_measured=interval.measured,
+        difference=explain_difference(predicted, measured),
+        # Datasheets do not show how much longer one stage takes than another.
+        stragglers=tuple(find_stragglers(measured, predicted if interval.measured else None)),
+        first_step=first_step,
+    )
+
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,14 +9,15 @@ import numpy as np
 
 from meshwright.cost.collectives import load_topology
 from meshwright.cost.collectives.fitting import groups_of
-from meshwright.cost.prediction import Interval, Predictions, fit_interval
+from meshwright.cost.costs import Interval, Predictions, fit_interval
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from meshwright.cost import Basis
     from meshwright.cost.collectives import CollectiveModel, Topology
-    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.cost.costs import Floats
     from meshwright.records import Records
 
 

@@ -21,6 +21,8 @@ bytes by the NIC.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -29,26 +31,241 @@ from sklearn.linear_model import LinearRegression
 
 from meshwright.cost.collectives import fit_collectives
 from meshwright.cost.collectives.algorithms import count_steps, port_share
+from meshwright.cost.collectives.datasheet import DatasheetErrors, bound_cost, quote_collective
+from meshwright.cost.collectives.fitted import ErrorScale
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
-from meshwright.cost.prediction import join_predictions
-from meshwright.validation.collective_errors import estimate_rows, score_datasheet
-from meshwright.validation.collective_rows import predict_rows, table_of, topology_of
+from meshwright.cost.collectives.shipped_fits import ShippedCollectives, ShippedKind, widen
+from meshwright.cost.costs import Interval, Predictions, join_predictions
+from meshwright.records import COLUMNS, Records, concat_records
+from meshwright.spec import load_cluster
+from meshwright.validation.collective_rows import digest_rows, fit_alike, predict_rows, table_of, topology_of
 from meshwright.validation.datasets import load_records
-from meshwright.validation.scores import Score, score_rows
+from meshwright.validation.scores import Score, refuse_seen, score_rows
 from meshwright.validation.series import OPS, score_series
-from meshwright.validation.shipped_collectives import score_shipped
-from meshwright.validation.splits import refuse_seen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
+    from meshwright.cost import Basis
     from meshwright.cost.collectives import CollectiveGroup, CollectiveModel, CollectiveOp
-    from meshwright.cost.prediction import Floats, Predictions
-    from meshwright.records import Records
+    from meshwright.cost.costs import Floats
 
     Terms = Callable[[CollectiveOp, CollectiveGroup], tuple[list[float], list[float]]]
+
+
+# Errors of datasheet costs of collectives on public tables, and the coverage of their interval.
+#
+# `fit_datasheet_errors` makes the shipped factors from all rows: those of the NCCL tables inside a node, those of the
+# V100 cluster across nodes. `score_datasheet` fits them on all kinds of device but one and asks for that one, in turn,
+# and across nodes on two nodes for four, so that no row is in its own interval. Every kind of device counts the same,
+# by the percentiles of its measured / estimated, however many rows it has.
+
+_ERRORS_SOURCE = (
+    "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain (inside) and Alpa's profile of V100 nodes "
+    "(across), as in validation/data/nccl.parquet and v100.parquet"
+)
+# Less than any message takes; logarithms stay finite.
+_NOTHING_S = 1e-12
+_BASIS: tuple[Basis, ...] = ("roofline",)
+
+
+def fit_datasheet_errors(inside: Records, across: Records) -> DatasheetErrors:
+    """The factors of each op among the rows, whose devices are those of shipped clusters."""
+    inner, outer = collective_rows(inside), crossing_rows(across)
+    return DatasheetErrors(
+        source=_ERRORS_SOURCE,
+        devices=tuple(sorted(set(inner.device))),
+        rows_sha256=digest_rows(inner, outer),
+        inside=_fit_scales(inner),
+        across=_fit_scales(outer),
+    )
+
+
+def score_datasheet() -> tuple[Score, ...]:
+    """Costs by datasheet: of each kind of device, with the interval of the other kinds; of four nodes, with two's."""
+    rows, crossing = collective_rows(load_records("nccl")), crossing_rows(load_records("v100"))
+    asked = {device: (rows.select(rows.device != device), rows.where(device=device)) for device in set(rows.device)}
+    parts = {f"{device} {{}} by datasheet": asked[device] for device in sorted(asked)}
+    fewer = crossing.size("nodes") < 4
+    parts["V100 {} across four nodes by datasheet"] = crossing.select(fewer), crossing.select(~fewer)
+    scores = []
+    for part, (known, left_out) in parts.items():
+        scales = _fit_scales(known)
+        for op in sorted(set(left_out.op)):
+            mine = left_out.where(op=op)
+            estimated, latency_s = estimate_rows(mine)
+            low_s, high_s = bound_cost(estimated, latency_s, scales[op])
+            found = Predictions(seconds=estimated, low_s=low_s, high_s=high_s, basis=_BASIS * len(mine))
+            dataset = "v100" if "across" in part else "nccl"
+            scores.append(score_rows(dataset, part.format(op), "ours", mine.seconds, found))
+    return tuple(scores)
+
+
+def crossing_rows(rows: Records) -> Records:
+    """The usable rows of groups that cross nodes."""
+    usable = collective_rows(rows)
+    return usable.select(np.array([group.num_nodes > 1 for group in groups_of(usable)], bool))
+
+
+def estimate_rows(rows: Records) -> tuple[Floats, Floats]:
+    """Seconds by datasheet of rows of one op, and of their smallest messages: both of shape (rows,)."""
+    estimated, latency_s = np.empty(len(rows)), np.empty(len(rows))
+    sizes, names = rows.size("bytes").astype(np.float64), ("nodes", "devices_per_node", "ranks", "stride")
+    places = list(zip(rows.device, groups_of(rows), *(rows.size(name).tolist() for name in names), strict=True))
+    for place in dict.fromkeys(places):
+        device, group, num_nodes, per_node, count, stride = place
+        mine = np.array([other == place for other in places], bool)
+        # Tables of one node do not say how many devices theirs has; those that ship have eight.
+        cluster = load_cluster(f"{num_nodes}x{max(per_node, 8)}x{device}")
+        tariff = quote_collective(cluster, rows.op[0], range(0, count * stride, stride), group)
+        estimated[mine], latency_s[mine] = tariff.estimate(sizes[mine]), tariff.latency_s.min()
+    return estimated, latency_s
+
+
+def _fit_scales(rows: Records) -> dict[str, ErrorScale]:
+    """The factors of each op among usable rows."""
+    scales = {}
+    for op in sorted(set(rows.op)):
+        mine = rows.where(op=op)
+        estimated, latency_s = estimate_rows(mine)
+        in_latency = latency_s > estimated / 2
+        latency = _factors(mine.seconds / estimated, mine.device, in_latency)
+        # What bytes take above that: the ends of the interval are those of both parts.
+        wire = np.maximum(estimated - latency_s, _NOTHING_S)
+        low, high = (
+            _factors(np.maximum(mine.seconds - latency_s * end, _NOTHING_S) / wire, mine.device, ~in_latency)
+            for end in (latency.low, latency.high)
+        )
+        scales[op] = ErrorScale(latency=latency, bandwidth=Interval(low=low.low, high=high.high))
+    return scales
+
+
+def _factors(ratios: Floats, devices: NDArray[np.object_], regime: NDArray[np.bool_]) -> Interval:
+    """The interval of measured / estimated in a regime."""
+    return fit_alike(ratios[regime & (devices == name)] for name in sorted(set(devices[regime])))
+
+
+# The collectives that ship, fitted on public NCCL tables, and how far they are from a table that they have not seen.
+#
+# A table is what one source measured on one kind of device with one version of NCCL. `fit_shipped` pools the tables of
+# a kind, dtypes and versions alike: what they are off by among themselves is less than what another machine is. How
+# wide that is, is asked of tables: each is predicted from the other tables of its kind, at sizes that those span. The
+# interval holds every kind of device alike, by percentiles of its measured / predicted; in `score_shipped` it is that
+# of the other kinds. Only the A100 was measured by two parties; the other tables of a kind come from one. What Alpa's
+# profile of V100 nodes measured inside a node stands in for the ops that no table has of a kind.
+
+_DATASET = "nccl"
+_SOURCE = (
+    "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain, as in validation/data/nccl.parquet; ops that "
+    "these do not have of a kind from Alpa's profile, v100.parquet"
+)
+# Of a table that is predicted from the others, both with the model's own interval: an op's rows and what was said.
+LeftOut = dict[str, list[tuple[Records, Predictions]]]
+
+
+def fit_shipped() -> ShippedCollectives:
+    """The models of all kinds of device that the NCCL tables have."""
+    usable = _with_profiled(collective_rows(load_records(_DATASET)))
+    kinds = []
+    for device in sorted(set(usable.device)):
+        mine = usable.where(device=device)
+        kinds.append(
+            ShippedKind(
+                link_bytes_per_s=load_cluster(f"8x{device}").nodes[0].device_link.bandwidth_bytes_per_s,
+                software=tuple(sorted(set(mine.software))),
+                rows_sha256=digest_rows(mine),
+                model=_round(_fit(mine)),
+            )
+        )
+    return ShippedCollectives(source=_SOURCE, elsewhere=fit_elsewhere(leave_tables_out()), kinds=tuple(kinds))
+
+
+def score_shipped() -> tuple[Score, ...]:
+    """Every table from the other tables of its kind of device, by kind and op, with the interval of the other kinds.
+
+    Beside it costs by datasheet.
+    """
+    left_out = leave_tables_out()
+    scores = []
+    for device, parts in left_out.items():
+        elsewhere = fit_elsewhere({other: mine for other, mine in left_out.items() if other != device})
+        for op in sorted({rows.op[0] for rows, _ in parts}):
+            mine = [(rows, widen(found, elsewhere)) for rows, found in parts if rows.op[0] == op]
+            measured = np.concatenate([rows.seconds for rows, _ in mine])
+            estimated = np.concatenate([estimate_rows(rows)[0] for rows, _ in mine])
+            part = f"{device} {op} from other tables of the device"
+            scores.append(score_rows(_DATASET, part, "ours", measured, join_predictions([found for _, found in mine])))
+            scores.append(score_rows(_DATASET, part, "by datasheet", measured, estimated))
+    return tuple(scores)
+
+
+@cache
+def leave_tables_out() -> LeftOut:
+    """By kind of device with two tables or more: each table by op, and what the others of the kind say of it."""
+    rows = collective_rows(load_records(_DATASET))
+    tables = np.array(["\n".join(table_of(rows, index)) for index in range(len(rows))], object)
+    found: LeftOut = {}
+    for device in sorted(set(rows.device)):
+        for table in sorted(set(tables[rows.device == device])):
+            others, mine = rows.select((rows.device == device) & (tables != table)), rows.select(tables == table)
+            if not len(others):
+                continue
+            # Two rows of the B200 say the very same in two files.
+            mine = mine.select(~np.isin(mine.row_hashes(), others.row_hashes()))
+            model = _fit(others)
+            for asked in _spanned(mine, others):
+                found.setdefault(device, []).append((asked, predict_rows(model, asked)))
+    return found
+
+
+def fit_elsewhere(left_out: Mapping[str, list[tuple[Records, Predictions]]]) -> Interval:
+    """The interval of measured / predicted of tables left out."""
+    return fit_alike(
+        np.concatenate([rows.seconds / said.seconds for rows, said in parts]) for parts in left_out.values()
+    )
+
+
+def _with_profiled(tables: Records) -> Records:
+    """The tables, and what Alpa's profile says of groups inside a node where no table says it."""
+    profiled = collective_rows(load_records("v100"))
+    known = set(zip(tables.device, tables.op, strict=True))
+    new = [
+        group.num_nodes == 1 and (device, op) not in known
+        for group, device, op in zip(groups_of(profiled), profiled.device, profiled.op, strict=True)
+    ]
+    return concat_records([tables, profiled.select(np.array(new, bool))])
+
+
+def _fit(rows: Records) -> CollectiveModel:
+    """One model of a kind of device, dtypes and versions pooled."""
+    columns = {name: getattr(rows, name) for name in COLUMNS}
+    return fit_collectives(Records(**{**columns, "dtype": np.full(len(rows), "", object)}), topology_of(rows.device[0]))
+
+
+def _spanned(mine: Records, others: Records) -> Iterator[Records]:
+    """The rows of each op of a table whose sizes lie among those that the others have of the op."""
+    for op in sorted(set(mine.op) & set(others.op)):
+        asked, sizes = mine.where(op=op), others.where(op=op).size("bytes")
+        spanned = asked.select((asked.size("bytes") >= sizes.min()) & (asked.size("bytes") <= sizes.max()))
+        if len(spanned):
+            yield spanned
+
+
+def _round(model: CollectiveModel) -> CollectiveModel:
+    """Sizes to a tenth of a byte, seconds to four digits, no measured sizes: on another machine none is."""
+    series = tuple(
+        replace(
+            one,
+            measured=(),
+            sizes=tuple(round(size, 1) for size in one.sizes),
+            seconds=tuple(float(f"{seconds:.4g}") for seconds in one.seconds),
+        )
+        for one in model.series
+    )
+    return replace(model, series=series, row_hashes=())
+
 
 # The project's targets in per cent: of the cluster never profiled by op, of the NCCL tables.
 _CLUSTER_TARGETS = {"all_reduce": 12.0, "all_gather": 5.0, "reduce_scatter": 6.0, "all_to_all": 10.0}

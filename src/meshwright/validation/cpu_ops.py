@@ -28,16 +28,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.costs import add_intervals
+from meshwright.cost import add_intervals
+from meshwright.cost.costs import Floats, Predictions, join_predictions
 from meshwright.cost.ops import PASSES, OpRegressor, Pass, fit_op_regressor
-from meshwright.cost.ops.explain import bound_amounts
-from meshwright.cost.prediction import Floats, Predictions, join_predictions
+from meshwright.cost.ops.regressor import bound_amounts
 from meshwright.cost.work import OpWork, read_work, relatives
 from meshwright.records import Records, to_measurements
 from meshwright.spec import OpMeasurement, load_cluster, load_shipped_graph, op_key
 from meshwright.validation.datasets import load_records
-from meshwright.validation.scores import Score, score_rows
-from meshwright.validation.splits import read_folds, refuse_seen
+from meshwright.validation.scores import Score, read_folds, refuse_seen, score_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.records.text_files import number_rows, parse_csv, read_unpacked
-from meshwright.spec import DocumentError, Graph, load_shipped_graph, suggest
-from meshwright.spec.codec import decode_document
+from meshwright.spec import DocumentError, Graph, decode_document, load_shipped_graph, shipped_graphs, suggest
 from meshwright.spec.parsing import parse_data
-from meshwright.spec.shipped import SUFFIX, shipped_graphs, unpack
+from meshwright.spec.shipped import SUFFIX, unpack
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

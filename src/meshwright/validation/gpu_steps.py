@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from meshwright.cost.prediction import Predictions
+from meshwright.cost.costs import Predictions
 from meshwright.planner import predict_step_interval
 from meshwright.simulator import simulate_plan
-from meshwright.spec import Opcode
-from meshwright.spec.units import to_seconds
+from meshwright.spec import Opcode, to_seconds
 from meshwright.validation.datasets import load_table
 from meshwright.validation.gpu_runs import COMPILED_TABLE, TABLE, read_run
 from meshwright.validation.scores import Score, score_rows
@@ -30,7 +29,8 @@ from meshwright.validation.scores import Score, score_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.cost import Basis
+    from meshwright.cost.costs import Floats
     from meshwright.spec import Timeline
     from meshwright.validation.datasets import StepRow
 

@@ -18,19 +18,268 @@ messages gains less: measured interleaved 1F1B lies between the two.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.program import StageTimes, build_program, find_orders
+from meshwright.simulator import ProgramCosts, SectionCosts, simulate_program
+from meshwright.simulator.program_estimate import SHORTEST_S
+from meshwright.spec import (
+    Extent,
+    Graph,
+    Layer,
+    Op,
+    Opcode,
+    Plan,
+    Program,
+    Section,
+    StagePlan,
+    Tensor,
+    Workload,
+    to_picoseconds,
+    to_seconds,
+)
+from meshwright.spec.instructions import COMPUTATIONS, SENDS
 from meshwright.validation.datasets import load_steps, load_table
-from meshwright.validation.equal_stages import EqualStages, busy_share, found_share
-from meshwright.validation.pipeline_programs import StageSeconds
 from meshwright.validation.scores import Score, score_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from meshwright.cost.prediction import Floats
+    from meshwright.cost.costs import Floats
+    from meshwright.spec import Timeline
+    from meshwright.spec.plan import ScheduleName
+    from meshwright.templates.shapes import Schedule
+
+
+# Programs of steps of which only the times of stages are known, simulated as every plan is.
+#
+# Only the graph (a chain, a layer per part of the model) and the costs are made here. A position with v chunks gives
+# each a v-th of its times. Every pair of positions has its own link in each direction.
+
+# Our names of the schedules of measured steps. ZB-2p is taken to fill its bubble, as ZB-H2 does nearly.
+SCHEDULE_NAMES: dict[Schedule, ScheduleName] = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved",
+    "zb-1p": "zb-h1",
+    "zb-2p": "zb-h2",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights, a message."""
+
+    forward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+    transfer_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of a microbatch."""
+        return self.forward_s + self.input_gradient_s + self.weight_gradient_s + self.transfer_s
+
+
+def longest_rank_ps(timeline: Timeline, opcodes: Sequence[Opcode]) -> int:
+    """The longest time of a rank from the beginning of its first instruction of these kinds to the end of its last."""
+    mine = np.isin(timeline.opcode, opcodes)
+    rank = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track[mine]]
+    begin = np.full(timeline.num_ranks, np.iinfo(np.int64).max)
+    end = np.zeros(timeline.num_ranks, np.int64)
+    np.minimum.at(begin, rank, timeline.start_ps[mine])
+    np.maximum.at(end, rank, timeline.end_ps[mine])
+    return int((end - begin).max())
+
+
+@lru_cache(maxsize=256)
+def build_pipeline(num_positions: int, num_microbatches: int, schedule: str, chunks: int) -> Program:
+    """The program of `lay_out`. Raises PlanError for a schedule that does not support this number of microbatches."""
+    return build_program(*lay_out(num_positions, num_microbatches, schedule, chunks))
+
+
+def lay_out(num_positions: int, num_microbatches: int, schedule: str, chunks: int = 1) -> tuple[Plan, Graph]:
+    """A plan with a stage on each position; with ``chunks`` above 1 position i has stages i, i + positions, ..."""
+    graph = _chain(num_positions * chunks)
+    stages = tuple(StagePlan(start=i, stop=i + 1, ranks=(i % num_positions,)) for i in range(num_positions * chunks))
+    plan = Plan(
+        model=graph.name,
+        graph_hash=graph.content_hash,
+        cluster=f"{num_positions} devices",
+        workload=Workload(global_batch=num_microbatches),
+        stages=stages,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+    )
+    return plan, graph
+
+
+def estimate_pipeline(program: Program, stages: Sequence[StageSeconds], *, blocking: bool) -> ProgramCosts:
+    """A cost class for every opcode of every part of the model; a message holds the link of its pair of positions.
+
+    ``stages``: one for each position. ``blocking``: a message also occupies both of its ends.
+    """
+    num_parts = len(np.unique(program.body.stage[program.body.stage >= 0]))
+    chunks = num_parts // len(stages)
+    seconds = np.array([[_seconds(opcode, stage, chunks) for stage in stages] for opcode in Opcode])
+    duration_ps = np.array([to_picoseconds(each) for each in np.tile(seconds, (1, chunks)).ravel()], np.int64)
+    sends = np.repeat(np.isin(list(Opcode), SENDS), num_parts)
+    nothing = np.zeros((len(duration_ps), 1), np.int64)
+    sections = {name: _estimate_section(section, num_parts) for name, section in program.sections()}
+    return ProgramCosts(
+        duration_ps=duration_ps,
+        host_ps=np.where(sends, duration_ps, 0) * blocking,
+        allocate_bytes=nothing,
+        free_bytes=nothing,
+        memory_parts=("all",),
+        resident_bytes=np.zeros((program.num_ranks, 1), np.int64),
+        route_offsets=np.arange(len(program.groups) + 1, dtype=np.int64),
+        route_links=np.arange(len(program.groups), dtype=np.int32),
+        num_links=len(program.groups),
+        prologue=sections["prologue"],
+        body=sections["body"],
+        epilogue=sections["epilogue"],
+    )
+
+
+def _seconds(opcode: Opcode, stage: StageSeconds, chunks: int) -> float:
+    if opcode in SENDS:
+        return max(stage.transfer_s, SHORTEST_S)
+    of_stage = {
+        Opcode.FORWARD: stage.forward_s,
+        Opcode.BACKWARD: stage.input_gradient_s + stage.weight_gradient_s,
+        Opcode.BACKWARD_INPUT: stage.input_gradient_s,
+        Opcode.BACKWARD_WEIGHT: stage.weight_gradient_s,
+    }
+    return of_stage.get(opcode, 0.0) / chunks
+
+
+def _estimate_section(section: Section, num_parts: int) -> SectionCosts:
+    part = np.maximum(section.stage.astype(np.int64), 0)
+    return SectionCosts(
+        cost_class=(section.opcode.astype(np.int64) * num_parts + part).astype(np.int32),
+        route=np.where(np.isin(section.opcode, SENDS), section.group, -1).astype(np.int32),
+        mark_offset_ps=np.zeros(len(section.mark_instruction), np.int64),
+    )
+
+
+@cache
+def _chain(length: int) -> Graph:
+    """A layer per part: an op that reads what the layer before it made. Nothing of it is estimated."""
+    passed = [
+        Tensor(
+            name=f"y{i}",
+            shape=(Extent(0, 1),),
+            dtype="float32",
+            role="activation" if i else "input",
+            storage=i,
+            requires_grad=i > 0,
+        )
+        for i in range(length + 1)
+    ]
+    return Graph(
+        name="chain",
+        tensors=tuple(passed),
+        ops=tuple(Op(name=f"layer{i}", kind="stage", inputs=(i,), outputs=(i + 1,)) for i in range(length)),
+        layers=tuple(Layer(name=f"layer{i}", start=i, stop=i + 1) for i in range(length)),
+        inputs=(0,),
+        outputs=(length,),
+        has_loss=True,
+    )
+
+
+# Pipelines of equal stages described by four numbers, as profiled in a paper, simulated under Meshwright's schedules.
+#
+#     F, B, W    seconds of a rank for a microbatch: forward, gradients of inputs, gradients of weights
+#     C          seconds of a message between two ranks; every pair of ranks has its own link in each direction
+#
+# With v chunks on a rank each has a v-th of F, B and W, and its messages take as long (`pipeline_programs`).
+#
+# The cost of a schedule is the longest time of a rank from the beginning of its first computation to the end of its
+# last one (Qi et al., ICLR 2024, section 5.4): a rank that begins later also synchronises later. It has
+#
+#     busy share     m (F + B + W) / cost, one minus the bubble rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualStages:
+    """p positions, m microbatches, v chunks on each position, and what a position takes for a microbatch."""
+
+    num_positions: int
+    num_microbatches: int
+    num_chunks: int
+    stage: StageSeconds
+
+    @property
+    def work_s(self) -> float:
+        """Seconds for which a rank computes: m (F + B + W)."""
+        stage = self.stage
+        return self.num_microbatches * (stage.forward_s + stage.input_gradient_s + stage.weight_gradient_s)
+
+
+def busy_share(
+    pipeline: EqualStages, schedule: str, *, blocking: bool = False, rounds_wait_together: bool = False
+) -> float:
+    """The share of a schedule's cost in which ranks compute.
+
+    ``blocking``: a message also occupies both of its ends for C. ``rounds_wait_together``: see `_wait_by_rounds`.
+    Raises PlanError for a schedule that does not support this number of microbatches.
+    """
+    program = _build(pipeline, schedule)
+    if rounds_wait_together:
+        program = replace(program, body=_wait_by_rounds(program.body, pipeline.num_positions))
+    timeline = simulate_program(program, _estimate(program, pipeline, blocking=blocking))
+    return pipeline.work_s / to_seconds(longest_rank_ps(timeline, COMPUTATIONS))
+
+
+def found_share(pipeline: EqualStages, most_kept: int) -> float:
+    """The busy share of the shortest order found for one stage per rank with ``most_kept`` microbatches.
+
+    Its cost is the time from the first computation of all ranks to the last one, no less than that of any rank.
+    """
+    stage, one = pipeline.stage, np.ones(pipeline.num_positions, np.int64)
+    message_ps = one[1:] * to_picoseconds(stage.transfer_s)
+    times = StageTimes(
+        forward_ps=one * to_picoseconds(stage.forward_s),
+        inputs_ps=one * to_picoseconds(stage.input_gradient_s),
+        weights_ps=one * to_picoseconds(stage.weight_gradient_s),
+        sending_ps=message_ps,
+        returning_ps=message_ps,
+        kept_bytes=one,
+        limit_bytes=one * most_kept,
+    )
+    plan, _ = lay_out(pipeline.num_positions, pipeline.num_microbatches, "1f1b")
+    return pipeline.work_s / to_seconds(find_orders(plan, times).length_ps)
+
+
+def _build(pipeline: EqualStages, schedule: str) -> Program:
+    chunks = pipeline.num_chunks if schedule == "interleaved" else 1
+    return build_pipeline(pipeline.num_positions, pipeline.num_microbatches, schedule, chunks)
+
+
+def _estimate(program: Program, pipeline: EqualStages, *, blocking: bool) -> ProgramCosts:
+    stages = [pipeline.stage] * pipeline.num_positions
+    return estimate_pipeline(program, stages, blocking=blocking)
+
+
+def _wait_by_rounds(section: Section, size: int) -> Section:
+    """Microbatches go through the chunks of a rank in rounds of p: only the first of a round waits at a turn.
+
+    A turn is a message between the last position and the first one, which have neighbouring chunks. The others of a
+    round may so begin before their message has arrived, which saves p C of an interleaved pipeline's drain.
+    """
+    count = section.num_instructions
+    waiter = np.repeat(np.arange(count), np.diff(section.wait_offsets))
+    turns = np.where(section.opcode == Opcode.FORWARD, section.stage % size == 0, section.stage % size == size - 1)
+    freed = np.isin(section.opcode, COMPUTATIONS) & turns & (section.microbatch % size > 0)
+    kept = ~freed[waiter]
+    offsets = np.append(0, np.cumsum(np.bincount(waiter[kept], minlength=count)))
+    return replace(section, wait_offsets=offsets.astype(np.int64), waits=section.waits[kept])
+
 
 DATASET = "schedules"
 FOUND = "found, p microbatches in memory"

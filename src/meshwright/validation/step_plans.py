@@ -9,7 +9,7 @@ are mapped:
     layers, vpp         layers are assigned to stages as in Megatron-LM and torchtitan (`templates.shapes.part_starts`)
     precision           fp16, bf16, fp8: mixed precision; bf16 under FSDP that reduces in 16 bits: 16-bit gradients
     recompute           full: every block; selective: attention, where it is not fused; op: torchtitan's policy
-                        (`spec.recompute_words`)
+                        (`spec.recompute`)
     framework, date     software: whether attention is fused and how, the host, whether the exchange overlaps
     features            the optimizer, 16-bit gradients
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshwright.cost import CostModel
-from meshwright.cost.prediction import Predictions
+from meshwright.cost.costs import Predictions
 from meshwright.planner import RankedPlan, evaluate_plan, predict_step_interval
 from meshwright.simulator.many import run_places
 from meshwright.spec import (
@@ -35,19 +35,19 @@ from meshwright.spec import (
     Optimizer,
     Plan,
     Recompute,
+    Sharding,
     StagePlan,
     Workload,
     read_recompute,
 )
-from meshwright.spec.sharding import Sharding
 from meshwright.templates import decoder_graph, residual_graph
 from meshwright.templates.shapes import ResidualShape, TrainingSetup, part_starts
-from meshwright.validation.pipeline_programs import SCHEDULE_NAMES
+from meshwright.validation.schedules import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshwright.cost.prediction import Basis
+    from meshwright.cost import Basis
     from meshwright.cost.software import Software
     from meshwright.spec import DeviceKind, Graph, Node
     from meshwright.spec.precision import Precision

@@ -18,8 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from meshwright.cost.software import Software, find_software
-from meshwright.spec import MAX_SECONDS, load_cluster
-from meshwright.spec.cluster import shipped_kinds
+from meshwright.spec import MAX_SECONDS, load_cluster, shipped_kinds
 from meshwright.templates.shapes import (
     ExpertLayers,
     LatentAttention,

@@ -15,7 +15,7 @@ from meshwright.spec import MeasurementError, MeshwrightError
 from meshwright.validation.datasets import load_all_steps, read_lines
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_plans import evaluate_steps, predictions_of
-from meshwright.validation.step_split import calibration_rows, run_of
+from meshwright.validation.step_sets import calibration_rows, run_of
 from meshwright.validation.step_table import LeftOut, check_steps, list_reasons, read_steps
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from meshwright.spec import EventSink
     from meshwright.validation.datasets import StepRow
-    from meshwright.validation.sets import DataSet
+    from meshwright.validation.series import DataSet
 
 
 _TWICE = "an id that a row above has; expected every id once, or none"

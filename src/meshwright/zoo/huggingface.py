@@ -7,13 +7,371 @@ or tables without end are refused.
 
 from __future__ import annotations
 
+import copy
 import importlib
+import logging
 import re
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest.mock import patch
 
-from meshwright.spec import ModelReferenceError
-from meshwright.zoo.huggingface_tasks import Task
+import torch
+import transformers
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers.initialization import meta_device_safe_creation_ops
+
+from meshwright.spec import ModelReferenceError, suggest
+from meshwright.zoo.batches import cross_entropy, random_tokens, token_cross_entropy
+
+# What a Hugging Face model is trained on: a synthetic batch and a loss for each task.
+#
+# A task is to such a model what a shape is to a model of the zoo: sizes that `replace` changes, a batch, a loss, and
+# `build`. Losses are cross-entropies of the output's ``logits``, over all tokens for text, over the classes otherwise;
+# they are computed outside of the module, in its own precision. What routers of experts add to it (``aux_loss``) is in
+# it where the configuration says ``output_router_logits``, at its ``router_aux_loss_coef``, as transformers adds it.
+# Source of the rules per task: the documentation of the classes in transformers 5, and the papers named below.
+
+# A position that no loss is taken at: the default of torch's cross_entropy.
+IGNORED = -100
+# Share of the tokens that a masked language model predicts (Devlin et al., "BERT", 2018, section 3.1).
+MASKED_SHARE = 0.15
+# Where neither the configuration nor the user says it: Raffel et al., "T5" (2019), section 3.1.2.
+LENGTH_WITHOUT_POSITIONS = 512
+# Models may have positions for more than they are trained with: Llama 3 for 131,072 tokens, in pretraining mostly 8,192
+# ("The Llama 3 Herd of Models", 2024, section 3.4).
+LONGEST_BY_DEFAULT = 8192
+DEFAULT_IMAGE_SIZE = 224
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model class with its configuration; subclasses say what its batches look like, and what they read of it."""
+
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    config: Any
+    model_class: type
+    batch_size: int = 4
+
+    @classmethod
+    def of(cls, config: Any, model_class: type) -> Task:
+        """The task in the configuration's own sizes."""
+        return cls(config=config, model_class=model_class)
+
+    def build(self) -> Any:
+        """The model with fresh weights, in training mode, in torch's default dtype."""
+        model = self.model_class(copy.deepcopy(self.config))
+        model.train()
+        return model
+
+    def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Keyword arguments of the model, and the targets of the loss."""
+        raise NotImplementedError
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of all tokens."""
+        return token_cross_entropy(outputs.logits, targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequences(Task):
+    """Sequences of tokens, no longer than the model has positions for."""
+
+    reads: ClassVar[tuple[str, ...]] = ("vocab_size",)
+
+    sequence_length: int = LENGTH_WITHOUT_POSITIONS
+
+    def __post_init__(self) -> None:
+        limit = _positions(self.config)
+        if limit is not None and self.sequence_length > limit:
+            raise ModelReferenceError(
+                f"Sequences of {self.sequence_length} tokens were asked for, but this {self.config.model_type} has "
+                f"{limit} positions; choose a sequence length from 1 to {limit}."
+            )
+
+    @classmethod
+    def of(cls, config: Any, model_class: type) -> _Sequences:
+        """The task with sequences as long as there are positions, up to `LONGEST_BY_DEFAULT`."""
+        limit = _positions(config)
+        if limit is None:
+            return cls(config=config, model_class=model_class)
+        # Tables of positions may hold fewer than they say: RoBERTa's 514 serve 512 tokens.
+        length = min(limit - limit % 8 if limit > 8 else limit, LONGEST_BY_DEFAULT)
+        return cls(config=config, model_class=model_class, sequence_length=length)
+
+    def _tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return random_tokens(self.batch_size, self.sequence_length, self.config.vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalLanguageModel(_Sequences):
+    """Predict the next token."""
+
+    def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Tokens (batch, sequence), and the same moved by one."""
+        tokens, targets = self._tokens()
+        return {"input_ids": tokens}, (targets,)
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of all tokens; with the routers' loss where the configuration has it made."""
+        found = token_cross_entropy(outputs.logits, targets)
+        routers = getattr(outputs, "aux_loss", None) if getattr(self.config, "output_router_logits", False) else None
+        return found if routers is None else found + self.config.router_aux_loss_coef * routers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedLanguageModel(_Sequences):
+    """Predict 15 % of the tokens from the others: the same number in every sample, so that any batch has a loss."""
+
+    def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Tokens (batch, sequence), and what stands at the masked places, `IGNORED` elsewhere."""
+        tokens, _ = self._tokens()
+        num_masked = max(1, round(MASKED_SHARE * self.sequence_length))
+        masked = torch.rand(tokens.shape).argsort(dim=1) < num_masked
+        # The token at a masked place is drawn anew, as in one of ten cases of the source; configurations name no mask.
+        drawn = torch.randint(self.config.vocab_size, tokens.shape)
+        return {"input_ids": torch.where(masked, drawn, tokens)}, (torch.where(masked, tokens, IGNORED),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceClassifier(_Sequences):
+    """One class per sequence of tokens."""
+
+    def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Tokens (batch, sequence) and classes (batch,)."""
+        return {"input_ids": self._tokens()[0]}, (torch.randint(self.config.num_labels, (self.batch_size,)),)
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of the samples."""
+        return cross_entropy(outputs.logits, targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceToSequence(_Sequences):
+    """Encoder and decoder read sequences of one length; the decoder reads its targets, moved behind a start token."""
+
+    def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Tokens and the decoder's tokens (batch, sequence), and the decoder's targets."""
+        tokens, _ = self._tokens()
+        targets, _ = self._tokens()
+        return {"input_ids": tokens, "decoder_input_ids": self._behind_start(targets)}, (targets,)
+
+    def _behind_start(self, targets: torch.Tensor) -> torch.Tensor:
+        start = torch.full((self.batch_size, 1), _start_token(self.config))
+        return torch.cat([start, targets[:, :-1]], dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechToText(SequenceToSequence):
+    """Whisper's task: a spectrogram of fixed length in, tokens out (Radford et al., "Whisper", 2022, section 2.2)."""
+
+    def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Spectrogram (batch, bins, frames), the decoder's tokens (batch, sequence), and the targets."""
+        # The second convolution halves the number of frames.
+        frames = 2 * self.config.max_source_positions
+        targets, _ = self._tokens()
+        features = torch.randn(self.batch_size, self.config.num_mel_bins, frames)
+        return {"input_features": features, "decoder_input_ids": self._behind_start(targets)}, (targets,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionClassifier(Task):
+    """One class per image; a model whose positions depend on the size of the images is built for the size asked for."""
+
+    reads: ClassVar[tuple[str, ...]] = ("num_channels",)
+
+    image_size: int = DEFAULT_IMAGE_SIZE
+
+    def __post_init__(self) -> None:
+        patch = getattr(self.config, "patch_size", None)
+        # Of other sizes, transformers leaves out the rest of an image, or pads it.
+        if isinstance(patch, int) and self.image_size < patch:
+            raise ModelReferenceError(
+                f"Images of {self.image_size} pixels were asked for, but this {self.config.model_type} reads patches "
+                f"of {patch} pixels; choose {patch} or more."
+            )
+
+    @classmethod
+    def of(cls, config: Any, model_class: type) -> VisionClassifier:
+        """The task with images of the configuration's size, or of `DEFAULT_IMAGE_SIZE`."""
+        size = getattr(config, "image_size", None)
+        return cls(
+            config=config, model_class=model_class, image_size=size if isinstance(size, int) else DEFAULT_IMAGE_SIZE
+        )
+
+    def build(self) -> Any:
+        """The model with fresh weights, in training mode, for images of this size."""
+        config = copy.deepcopy(self.config)
+        if hasattr(config, "image_size"):
+            config.image_size = self.image_size
+        model = self.model_class(config)
+        model.train()
+        return model
+
+    def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Images (batch, channels, size, size) and classes (batch,)."""
+        images = torch.randn(self.batch_size, self.config.num_channels, self.image_size, self.image_size)
+        return {"pixel_values": images}, (torch.randint(self.config.num_labels, (self.batch_size,)),)
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of the samples."""
+        return cross_entropy(outputs.logits, targets)
+
+
+def _positions(config: Any) -> int | None:
+    """How many positions the model has for text; None where they are relative (XLNet says -1)."""
+    given = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
+    return next((value for value in given if isinstance(value, int) and value > 0), None)
+
+
+def _start_token(config: Any) -> int:
+    """The token that the decoder's input begins with."""
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+
+
+# The only module that imports transformers: from a configuration's data to its class, its model's class and task.
+#
+# The tables that say which class trains which type of model are transformers' own (its Auto classes). Nothing is loaded
+# from a hub: models are built from their configuration alone, in offline mode.
+
+VERSION = transformers.__version__
+
+# In order of preference for a type that several tables name: what it was trained on first (Whisper can be a causal
+# language model, BERT too, BART a masked one).
+_TASKS: tuple[tuple[type[Task], Any], ...] = (
+    (SpeechToText, transformers.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING),
+    (SequenceToSequence, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+    (MaskedLanguageModel, transformers.MODEL_FOR_MASKED_LM_MAPPING),
+    (CausalLanguageModel, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+    (VisionClassifier, transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING),
+    (SequenceClassifier, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
+)
+# Speech models read many kinds of input; this is the type whose input is described here.
+_SPEECH_TYPES = ("whisper",)
+
+
+@contextmanager
+def quiet_offline() -> Iterator[None]:
+    """No network, no warnings and no log while transformers works."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            patch("huggingface_hub.constants.HF_HUB_OFFLINE", new=True),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def build_unallocated(task: Task) -> Any:
+    """The task's model as fake CPU tensors, inside a FakeTensorMode.
+
+    It is built on device "meta", as transformers does before it loads weights: there, unlike under fake tensors, no
+    initial weight is drawn, and numbers that ``__init__`` reads off a tensor (rates of drop paths) are real.
+    """
+    with unset_fake_temporarily(), torch.device("meta"), meta_device_safe_creation_ops():
+        model = task.build()
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
+def make_config(data: dict[str, Any], where: str) -> Any:
+    """The configuration's own class, made from the data; whatever it raises goes to the caller."""
+    kind = data["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ModelReferenceError(
+            f"{where}: transformers {VERSION} has no model type {kind!r}{_near(kind, transformers.CONFIG_MAPPING)}. "
+            "Correct 'model_type', or give the model as path/to/file.py:function."
+        )
+    return transformers.CONFIG_MAPPING[kind].from_dict(data)
+
+
+def find_task(config: Any, where: str) -> tuple[type[Task], type]:
+    """The task of a configuration and the class that is trained on it.
+
+    ``architectures`` decides if it names such a class; a bare model (``GPT2Model``) or no name at all gives the usual
+    class of the type. Raises ModelReferenceError for a task that is not known here.
+    """
+    # Models of several parts (CLIP) keep what a batch needs in the configurations of the parts.
+    known = [
+        (task, item)
+        for task, table in _TASKS
+        if all(hasattr(config, name) for name in task.reads)
+        for item in _classes(table, config)
+    ]
+    names = list(getattr(config, "architectures", None) or [])
+    for name in names:
+        for task, item in known:
+            if item.__name__ == name:
+                return _checked(task, item, config, where)
+    bare = [item.__name__ for table in _bare_tables() for item in _classes(table, config)]
+    if known and (not names or names[0] in bare):
+        return _checked(*known[0], config, where)
+    asked = f"The class {names[0]!r} of 'architectures'" if names else f"The model type {config.model_type!r}"
+    choice = (
+        f"Name {' or '.join(dict.fromkeys(item.__name__ for _, item in known))} there, or give" if known else "Give"
+    )
+    raise ModelReferenceError(
+        f"{where}: {asked} has none of the tasks for which there are a batch and a loss here: causal, masked and "
+        "sequence-to-sequence language models, speech to text, classification of images and of sequences. "
+        f"{choice} the model as path/to/file.py:function."
+    )
+
+
+def choose_implementations(config: Any, model_class: Any, data: dict[str, Any], where: str) -> None:
+    """Set how attention and experts are computed, so that no shape depends on data, and switch the cache off.
+
+    Attention: "sdpa" where the class has it, else "eager". Experts: transformers' default ("grouped_mm", whose result
+    has a fixed shape). A configuration may name another of them; "eager" experts loop over data and are refused later.
+    """
+    for key, allowed in (
+        ("attn_implementation", ("sdpa", "eager")),
+        ("experts_implementation", ("grouped_mm", "batched_mm", "eager")),
+    ):
+        given = data.get(key)
+        if given is not None and given not in allowed:
+            raise ModelReferenceError(
+                f"{where}: {key} is {given!r}; expected {' or '.join(allowed)}. Leave the key out for the usual one."
+            )
+    supports_sdpa = getattr(model_class, "_supports_sdpa", False)
+    config._attn_implementation = data.get("attn_implementation") or ("sdpa" if supports_sdpa else "eager")
+    # A cache of keys and values serves generation only; in training it would be one more output of every layer.
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+
+
+def _classes(table: Any, config: Any) -> list[Any]:
+    found = table.get(type(config), None)
+    return list(found) if isinstance(found, list | tuple) else [found] if found is not None else []
+
+
+def _bare_tables() -> tuple[Any, ...]:
+    return transformers.MODEL_MAPPING, transformers.MODEL_FOR_PRETRAINING_MAPPING
+
+
+def _checked(task: type[Task], item: type, config: Any, where: str) -> tuple[type[Task], type]:
+    if task is SpeechToText and config.model_type not in _SPEECH_TYPES:
+        raise ModelReferenceError(
+            f"{where}: speech to text is known here for {', '.join(_SPEECH_TYPES)}, not for {config.model_type!r}. "
+            "Give the model with its batch as path/to/file.py:function."
+        )
+    return task, item
+
+
+def _near(kind: str, known: Any) -> str:
+    # All names would fill a screen; only a near one is worth saying.
+    hint = suggest(kind, list(known))
+    return hint if "did you mean" in hint else ""
+
 
 INSTALL = "pip install 'meshwright[hf]'"
 
@@ -88,7 +446,7 @@ class _refused_by:  # noqa: N801 - a context manager, read as one
 
 def _import_classes(where: str) -> Any:
     try:
-        return importlib.import_module("meshwright.zoo.huggingface_classes")
+        return importlib.import_module("meshwright.zoo.huggingface")
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("transformers", "huggingface_hub"):
             raise

@@ -26,7 +26,10 @@ from torch.utils import _pytree as pytree
 
 from meshwright.spec import Graph, ModelReferenceError, own_code
 from meshwright.spec.model_files import read_model_file
-from meshwright.zoo.files import (
+from meshwright.zoo.gpt import GPTShape
+from meshwright.zoo.huggingface import Task, load_huggingface, make_huggingface
+from meshwright.zoo.llama import RotaryShape
+from meshwright.zoo.model_files_of_zoo import (
     call_function,
     check_result,
     describe,
@@ -35,10 +38,6 @@ from meshwright.zoo.files import (
     refuse_unallocated,
     reported,
 )
-from meshwright.zoo.gpt import GPTShape
-from meshwright.zoo.huggingface import load_huggingface, make_huggingface
-from meshwright.zoo.huggingface_tasks import Task
-from meshwright.zoo.llama import RotaryShape
 from meshwright.zoo.shapes import Shape, load_shape, zoo_names
 from meshwright.zoo.source import LossOrigin, ModelSource, is_floating_tensor, mean_square_loss
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.planner.methods.alpa import Amounts, amounts_of, closed_form_mesh, mesh_of_cluster, place_ops
-from meshwright.planner.methods.alpa.conversions import ConversionCosts, Have
-from meshwright.planner.methods.alpa.groups import Want
 from meshwright.planner.methods.alpa.integer_program import RoutedTensor, StrategyNode, solve_choices
-from meshwright.planner.methods.alpa.repeats import fold
+from meshwright.planner.methods.alpa.mesh import ConversionCosts, Have
+from meshwright.planner.methods.alpa.op_groups import Want, fold
 from meshwright.spec import MeshwrightError, NoFeasiblePlanError, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.marks import examples
 from tests.planner.methods.alpa_oracle import SUM, Axis, cheapest, convert

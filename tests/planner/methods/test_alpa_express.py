@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.planner.methods.alpa import Amounts, closed_form_mesh, express, place_ops
 from meshwright.program import shard_graph
-from meshwright.spec import Extent, PlanError, load_shipped_graph
-from meshwright.spec.sharding import UNSHARDED, OpPlacement, Sharding
+from meshwright.spec import Extent, OpPlacement, PlanError, Sharding, load_shipped_graph
+from meshwright.spec.sharding import UNSHARDED
 from tests.planner.methods.alpa_oracle import Axis
 
 pytest.importorskip("highspy")

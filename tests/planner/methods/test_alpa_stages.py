@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.planner.choices import Choices
-from meshwright.planner.methods.alpa import stages
-from meshwright.planner.methods.alpa.clusters import cluster_layers
-from meshwright.planner.methods.alpa.stages import slice_stages, submeshes
-from meshwright.planner.problem import Problem
-from meshwright.spec import MeshwrightError, PlanError, Workload, load_cluster, load_shipped_graph
-from meshwright.spec.sharding import Sharding
+from meshwright.planner import Choices, Problem
+from meshwright.planner.methods.alpa import alpa_method as stages
+from meshwright.planner.methods.alpa.alpa_method import cluster_layers, slice_stages, submeshes
+from meshwright.spec import MeshwrightError, PlanError, Sharding, Workload, load_cluster, load_shipped_graph
 from tests.marks import examples
 from tests.planner.searching import search_plans
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from meshwright.cost import CostModel
-from meshwright.planner import METHODS, Choices, Problem, list_shardings
-from meshwright.planner.method import Proposal
+from meshwright.planner import METHODS, Choices, Problem, Proposal, list_shardings
 from meshwright.spec import (
     MeshwrightError,
     NoFeasiblePlanError,
@@ -17,8 +16,8 @@ from meshwright.spec import (
     Workload,
     check_plan,
     load_cluster,
+    load_shipped_graph,
 )
-from meshwright.spec.shipped import load_shipped_graph
 from tests.planner.searching import search_plans, solve
 from tests.planner.test_search import cluster_of, search, tasks, weighted_graph
 

@@ -9,15 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.planner import evaluate_plan
-from meshwright.planner.choices import Choices
-from meshwright.planner.method import SearchState
-from meshwright.planner.methods.differentiable import differentiable, layouts, method
-from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
+from meshwright.planner import Choices, Problem, SearchState, evaluate_plan
+from meshwright.planner.methods.differentiable import differentiable, differentiable_method
+from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth, make_stages
 from meshwright.planner.methods.differentiable.stage_repair import layout_cost, repair_layout
-from meshwright.planner.methods.differentiable.stages import make_stages
 from meshwright.planner.methods.slicing import CandidateSearch
-from meshwright.planner.problem import Problem
 from meshwright.spec import GradientExchange, Workload, check_plan, load_cluster, load_shipped_graph
 from tests.planner.searching import solve
 from tests.planner.test_search import GIB, cluster_of, weighted_graph
@@ -80,9 +76,9 @@ def test_bytes_above_memory_are_those_of_the_simulator(schedule):
         cost=CostModel(cluster=cluster),
         choices=Choices(microbatch_sizes=(8,), num_stages=(3,), schedules=(schedule,)),
     )
-    (option,) = method._options(problem)
+    (option,) = differentiable_method._options(problem)
     edges, stage_of = np.array([0, 4, 9, len(graph.layers)]), np.array([0, 0, 1, 2])
-    layout = layouts.StageLayout(edges=edges, stage_of=stage_of, seconds=1.0, excess=0.0)
+    layout = differentiable_method.StageLayout(edges=edges, stage_of=stage_of, seconds=1.0, excess=0.0)
     peaks = evaluate_plan(option.plan(layout), graph, cluster, problem.cost).peak_memory_bytes
     limit = sorted(peaks)[1]
     expected = sum(max(peak / limit - 1, 0) for peak in peaks)
@@ -169,7 +165,7 @@ def test_sharp_shares_cost_what_the_closed_form_says():
 def test_rounding_leaves_no_stage_without_a_rank():
     stages = unequal_stages()
     logits = Logits(np.zeros((3, 8)), np.tile([3.0, 0.0, 1.0, 2.0], (6, 1)))
-    found = layouts.round_logits(stages, logits)
+    found = differentiable_method.round_logits(stages, logits)
     assert set(found.stage_of) == {0, 1, 2, 3}
     assert np.isfinite(found.seconds)
 
@@ -179,7 +175,7 @@ def test_rounding_leaves_no_stage_without_a_rank():
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_every_proposal_is_a_plan_on_all_devices(mode, monkeypatch):
-    monkeypatch.setattr(method, "NUM_DRAWS", 15)
+    monkeypatch.setattr(differentiable_method, "NUM_DRAWS", 15)
     problem = problem_of((4, 1, 6, 2, 2), (2, 1), rates=(1e12, 4e11), mode=mode)
     plans = solve(problem, differentiable)
     assert len(plans.ranked) > 1
@@ -193,14 +189,14 @@ def test_every_proposal_is_a_plan_on_all_devices(mode, monkeypatch):
 
 def test_devices_out_of_order_are_put_together(monkeypatch):
     """Fast and slow nodes in turn: stages of replicas on consecutive ranks are as slow as the slowest of each."""
-    monkeypatch.setattr(method, "NUM_DRAWS", 30)
+    monkeypatch.setattr(differentiable_method, "NUM_DRAWS", 30)
     problem = problem_of((5, 5, 5, 5, 5, 5), (1, 1, 1, 1), rates=(1e12, 2e11))
     found, sliced = solve(problem, differentiable).best, solve(problem, "slicing").best
     assert found.step_time_s <= sliced.step_time_s
 
 
 def test_tight_memory_is_kept(monkeypatch):
-    monkeypatch.setattr(method, "NUM_DRAWS", 30)
+    monkeypatch.setattr(differentiable_method, "NUM_DRAWS", 30)
     problem = problem_of((4, 4, 4, 4, 4), (4,), memory=170_000)
     assert max(solve(problem, differentiable).best.peak_memory_bytes) <= 170_000
 
@@ -211,7 +207,7 @@ def test_one_device_and_one_op():
 
 def test_memory_that_was_short_lowers_the_limit():
     problem = problem_of((4, 1, 6, 2, 2, 8), (3,))
-    option = next(item for item in method._options(problem) if item.num_stages == 3)
+    option = next(item for item in differentiable_method._options(problem) if item.num_stages == 3)
     layout = option.draw(np.random.default_rng(0), gradients=False)
     result = evaluate_plan(option.plan(layout), problem.graph_for(1), problem.cluster, problem.cost)
     short = tuple(peak // 2 for peak in result.peak_memory_bytes)

@@ -11,7 +11,7 @@ from planning.chain import ChainProblem, solve_chain
 from planning.chain_arms import CHAIN_ARMS, assignment, boundaries, recursion
 from planning.chain_arms.repair import Repaired, descend_moves
 
-from meshwright.planner.methods.differentiable.descent import softmax, softmax_gradient
+from meshwright.planner.methods.differentiable.relaxed import softmax, softmax_gradient
 from meshwright.planner.methods.differentiable.stage_repair import round_edges
 from tests.marks import examples
 

@@ -7,7 +7,11 @@ import pytest
 from planning import measured_search as measured
 from planning.measured_search import refine_measured, with_noise
 
-from meshwright.planner.methods.differentiable.layouts import StageLayout, descend_logits, start_logits
+from meshwright.planner.methods.differentiable.differentiable_method import (
+    StageLayout,
+    descend_logits,
+    start_logits,
+)
 from meshwright.planner.methods.differentiable.relaxed import Logits, Smooth
 from meshwright.planner.methods.differentiable.stage_repair import layout_cost
 from meshwright.spec import PlanError

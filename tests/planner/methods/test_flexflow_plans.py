@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import Choices, Problem
-from meshwright.planner.method import SearchState
+from meshwright.planner import Choices, Problem, SearchState
 from meshwright.planner.methods.flexflow import flexflow
 from meshwright.spec import Sharding, Workload, check_plan, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph

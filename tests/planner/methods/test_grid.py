@@ -12,12 +12,11 @@ from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import Choices, Problem, evaluate_plan, list_shardings
 from meshwright.planner.methods.grid import bound_grid
 from meshwright.planner.methods.grid.figures import Figures
-from meshwright.planner.methods.grid.method import plans_of
+from meshwright.planner.methods.grid.grid_method import plans_of
 from meshwright.planner.short import shorten
-from meshwright.spec import Workload, load_cluster, load_shipped_graph, read_recompute
-from meshwright.spec.graph import Graph
-from meshwright.spec.offload import ON_DEVICE, Offload
-from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec import Graph, Offload, Sharding, Workload, load_cluster, load_shipped_graph, read_recompute
+from meshwright.spec.offload import ON_DEVICE
+from meshwright.spec.sharding import UNSHARDED
 from meshwright.templates import decoder_graph
 from meshwright.templates.shapes import TransformerShape
 from tests.planner.searching import solve
@@ -225,7 +224,7 @@ def test_axes_are_choices(gpt):
 @pytest.mark.parametrize(("most", "is_proven"), [(1, False), (256, True)])
 def test_only_a_search_that_went_on_until_bounds_ended_it_says_that_it_proves(monkeypatch, most, is_proven):
     """The first configuration by bound is not the last that may be the best; each has plans in one or two layouts."""
-    module = sys.modules["meshwright.planner.methods.grid.method"]
+    module = sys.modules["meshwright.planner.methods.grid.grid_method"]
     monkeypatch.setattr(module, "MOST_SIMULATED", most)
     graph = weighted_graph([10**8 * amount for amount in (4, 1, 1, 1, 9)], width=256)
     found = solve(problem_of(graph, cluster_of(2, 2, slow_nic=1e8), 8), "grid")

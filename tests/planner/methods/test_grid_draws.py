@@ -10,10 +10,20 @@ import pytest
 from meshwright.cost import CostModel
 from meshwright.planner import Choices, Problem, evaluate_plan
 from meshwright.planner.methods.grid import bound_grid
-from meshwright.planner.methods.grid.method import plans_of
-from meshwright.spec import MeshwrightError, Optimizer, Plan, StagePlan, Workload, load_cluster, load_shipped_graph
-from meshwright.spec.offload import ON_DEVICE, Offload
-from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.planner.methods.grid.grid_method import plans_of
+from meshwright.spec import (
+    MeshwrightError,
+    Offload,
+    Optimizer,
+    Plan,
+    Sharding,
+    StagePlan,
+    Workload,
+    load_cluster,
+    load_shipped_graph,
+)
+from meshwright.spec.offload import ON_DEVICE
+from meshwright.spec.sharding import UNSHARDED
 from tests.planner.test_search import cluster_of, weighted_graph
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1")

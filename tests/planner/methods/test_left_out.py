@@ -7,9 +7,8 @@ import pytest
 from meshwright.planner import Choices, Problem, Setting, whole_space
 from meshwright.planner.left_out import MAX_SETS, idle_sets, unequal_settings
 from meshwright.simulator import simulate_plan
-from meshwright.spec import Cluster, Workload, load_cluster
+from meshwright.spec import Cluster, Sharding, Workload, load_cluster
 from meshwright.spec.scenario import Price, Scenario
-from meshwright.spec.sharding import Sharding
 from tests.graphs import chain_graph
 from tests.planner.methods.test_unequal import mixed_cluster
 from tests.planner.searching import solve

@@ -24,8 +24,8 @@ from meshwright.planner.methods.pipedream import (
     parse_profile,
     plan_profile,
 )
-from meshwright.planner.methods.pipedream.orders import find_orders
-from meshwright.planner.methods.pipedream.states import find_states, states_along
+from meshwright.planner.methods.pipedream.pipedream_method import find_orders
+from meshwright.planner.methods.pipedream.profile_states import find_states, states_along
 from meshwright.spec import DocumentError, NoFeasiblePlanError, PlanError, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph
 from tests.marks import examples

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner import Plans
-from meshwright.planner.choices import Choices
-from meshwright.planner.method import Proposal, SearchState
+from meshwright.planner import Choices, Plans, Problem, Proposal, SearchState
 from meshwright.planner.methods.pipedream import Level, PipeDreamOptions, load_profile, pipedream, plan_profile
-from meshwright.planner.methods.pipedream.method import place_stages
-from meshwright.planner.problem import Problem
+from meshwright.planner.methods.pipedream.pipedream_method import place_stages
 from meshwright.spec import Cluster, Graph, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph
 from tests.planner.searching import search_plans

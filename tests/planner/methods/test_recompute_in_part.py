@@ -8,9 +8,8 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
-from meshwright.planner import Choices, Problem, evaluate_plan
-from meshwright.planner.method import SearchState
-from meshwright.planner.methods.recompute_in_part import recompute_in_part
+from meshwright.planner import Choices, Problem, SearchState, evaluate_plan
+from meshwright.planner.methods.auto import recompute_in_part
 from meshwright.spec import Recompute, Workload, load_cluster, load_shipped_graph, read_recompute, recompute_layers
 from tests.graphs import even_bounds, make_plan
 from tests.planner.searching import solve

@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.planner import METHODS, Choices, Problem, SearchState
-from meshwright.planner.methods.unequal.assemble import are_equal, find_devices, share_stage
-from meshwright.planner.methods.unequal.moves import neighbours
+from meshwright.planner.methods.unequal.unequal_method import neighbours
+from meshwright.planner.methods.unequal.virtual_workers import are_equal, find_devices, share_stage
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Cluster, DeviceGroup, StagePlan, Workload, load_cluster
 from tests.graphs import chain_graph

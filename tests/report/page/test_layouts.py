@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from meshwright.report.page import cluster_part, plan_part
-from meshwright.report.page.layouts import MAX_DEVICES, MAX_NODES
+from meshwright.report.page.page_results import MAX_DEVICES, MAX_NODES
 from meshwright.spec import Opcode
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.report.page.examples import make_cluster, pipeline_spans

@@ -12,7 +12,7 @@ from unicodedata import bidirectional
 import pytest
 
 from meshwright.report.page import embed_json, page_document, page_html, result_part, write_page
-from meshwright.report.page.html import SCRIPTS, START_SCRIPT
+from meshwright.report.page.html_document import SCRIPTS, START_SCRIPT
 from meshwright.spec import DocumentError
 from tests.report.page.decoding import Page
 from tests.report.page.examples import HOSTILE, full_document, large_timeline

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshwright.report import compare_timelines
 from meshwright.report.page import comparison_part, memory_part, pareto_front, plans_part
-from meshwright.report.page.results import MAX_RANKS
+from meshwright.report.page.page_results import MAX_RANKS
 from tests.report.page.examples import PARTS, make_cluster
 from tests.report.timelines import as_measured, make_timeline, one_f_one_b
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.report.page import timeline_part
-from meshwright.report.page.timelines import name_template
+from meshwright.report.page.page_results import name_template
 from meshwright.spec import Opcode, instruction_name
 from tests.report.page.decoding import decode_column, decode_spans, timeline_rows
 from tests.report.page.examples import large_timeline, pipeline_spans

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.serving.load.answers import MalformedError, Response, decode_outputs, is_for_another, read_answer
+from meshwright.serving.load import Response, decode_outputs
+from meshwright.serving.load.responses import MalformedError, is_for_another, read_answer
 
 BODIES = st.binary(max_size=300)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.serving.load.answers import TensorMetadata
-from meshwright.serving.load.bodies import build_requests, draw_inputs
-from meshwright.serving.load.target import ModelSignature, Target
+from meshwright.serving.load import ModelSignature, Target, draw_inputs
+from meshwright.serving.load.bodies import build_requests
+from meshwright.serving.load.responses import TensorMetadata
 from meshwright.spec import ServingError
 from tests.serving.load.stub import FORMATS, Request
 

@@ -18,11 +18,11 @@ from meshwright.serving.load import (
     read_target,
     run_load,
 )
-from meshwright.serving.load import run as running
-from meshwright.serving.load.job import UnansweredReason
+from meshwright.serving.load import load_run as running
 from meshwright.serving.load.loop import Loop
+from meshwright.serving.load.result import UnansweredReason
 from meshwright.spec import Gamma, Poisson, ServedModel, ServingError, Trace, read_deployment
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 from tests.events import SeenEvents
 from tests.serving.load.stub import MODELS, Last, Stub, double, echo, respond
 

@@ -7,7 +7,7 @@ from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.changes import Changes
 from meshwright.serving.server.served import Served
 from meshwright.spec import Deployment, ServedModel
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 
 
 def served(number, slo=0.1):

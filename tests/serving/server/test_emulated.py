@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.serving.server.models.emulated import EmulatedModel
+from meshwright.serving.server.models import EmulatedModel
 from meshwright.spec import ServedModel, ServingError
 
 

@@ -8,7 +8,7 @@ from meshwright.serving.policies.pool import DELAY, GUARD, SLACK, allocate_pool
 from meshwright.serving.server import lateness as measured
 from meshwright.serving.server.lateness import Lateness
 from meshwright.spec import Deployment
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 from tests.serving.deployments import model
 
 MS = 1_000_000

@@ -22,8 +22,7 @@ from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.http import HttpServer
 from meshwright.serving.server.messages import SERVICE, SERVICE_NAME, classes_of
 from meshwright.serving.server.rpc import serve_rpc
-from meshwright.spec import Server, TensorSpec
-from meshwright.spec.deployment import DATATYPES
+from meshwright.spec import DATATYPES, Server, TensorSpec
 from tests.marks import examples, left_to_ci
 from tests.serving.server.fakes import LOOPS, SLO_NS, FakeGate, copy_inputs, facts, until
 

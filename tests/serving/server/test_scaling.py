@@ -9,8 +9,7 @@ import pytest
 
 from meshwright.serving.server.fleet import DeviceFleet
 from meshwright.serving.server.replay import replay_log
-from meshwright.spec import Deployment
-from meshwright.spec.codec import decode_document
+from meshwright.spec import Deployment, decode_document
 from tests.serving.server.servers import EMULATED, Load, ask_once, infer, is_alive, serving
 
 # A device answers some 100 requests a second in batches of one.

@@ -16,7 +16,7 @@ from meshwright.serving.server.scheduler import Scheduler
 from meshwright.serving.server.served import served_models, write_models
 from meshwright.serving.server.slabs import Slab, slab_path
 from meshwright.spec import Deployment, Latency, ServedModel, TensorSpec
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 
 SPECS = {"inputs": (TensorSpec(name="x", shape=(2,)),), "outputs": (TensorSpec(name="y", shape=(2,)),)}
 LIMIT_S = 30.0

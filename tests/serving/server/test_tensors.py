@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.serving.datatypes import NUMPY_TYPES
+from meshwright.serving.counted import NUMPY_TYPES
 from meshwright.serving.server.tensors import Codec
 from meshwright.serving.server.values import BadRequest, NotFinite
 from meshwright.spec import DATATYPES, Latency, ServedModel, TensorSpec
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.units import Seconds
 from tests.serving.server.fakes import X, Y, copy_inputs, facts, request
 
 IN_JSON = [name for name in DATATYPES if name not in ("FP16", "BF16")]

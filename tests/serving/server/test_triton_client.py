@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from meshwright.spec.deployment import DATATYPES
+from meshwright.spec import DATATYPES
 from tests.serving.server.servers import serving
 
 http = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from meshwright.spec.deployment import DATATYPES
+from meshwright.spec import DATATYPES
 from tests.serving.server.servers import EMULATED, serving, wait_until_gone
 from tests.serving.server.test_triton_client import MODEL, values_of
 

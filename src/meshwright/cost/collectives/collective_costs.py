@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, check_messages
-from meshwright.cost.collectives.datasheet import quote_collective
-from meshwright.cost.collectives.errors import bound_cost, datasheet_scale
+from meshwright.cost.collectives.datasheet import bound_cost, datasheet_scale, quote_collective
 from meshwright.cost.collectives.groups import place_group
-from meshwright.cost.collectives.shipped import load_shipped
-from meshwright.cost.prediction import Predictions
+from meshwright.cost.collectives.shipped_fits import load_shipped
+from meshwright.cost.costs import Predictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from meshwright.cost.collectives.datasheet import Tariff
     from meshwright.cost.collectives.fitted import CollectiveModel
     from meshwright.cost.collectives.groups import CollectiveGroup
-    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.cost.costs import Basis, Floats
     from meshwright.spec import Cluster
 
 T = TypeVar("T")

@@ -30,17 +30,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages, count_steps, port_share
+from meshwright.cost.collectives.algorithms import CollectiveOp, Topology, check_messages, count_steps, port_share
 from meshwright.cost.collectives.groups import CollectiveGroup
-from meshwright.cost.collectives.topologies import Topology
-from meshwright.cost.curves import Curve
-from meshwright.cost.prediction import Interval, Predictions
+from meshwright.cost.costs import Interval, Predictions
+from meshwright.cost.op_estimates import Curve
 from meshwright.spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.cost.costs import Basis, Floats
 
 
 _MEASURED: tuple[Basis, ...] = ("measured",)

@@ -29,8 +29,8 @@ from meshwright.cost.collectives.fitted import (
     transfer,
 )
 from meshwright.cost.collectives.groups import CollectiveGroup, group_in_mesh
-from meshwright.cost.collectives.smoothing import draw_series
-from meshwright.cost.prediction import Interval, fit_interval
+from meshwright.cost.collectives.kriging import draw_series
+from meshwright.cost.costs import Interval, fit_interval
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.collectives.algorithms import CollectiveOp
-    from meshwright.cost.collectives.topologies import Topology
-    from meshwright.cost.prediction import Floats
+    from meshwright.cost.collectives.algorithms import CollectiveOp, Topology
+    from meshwright.cost.costs import Floats
     from meshwright.records import Records
 
 # The error without any data: a factor of two, the range within which rules of thumb for NCCL agree with measurements of

@@ -13,16 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, parameter_server_seconds, port_share
+from meshwright.cost.collectives.algorithms import (
+    COLLECTIVE_OPS,
+    best_ring,
+    best_tree,
+    link_matrix,
+    parameter_server_seconds,
+    port_share,
+)
 from meshwright.cost.collectives.groups import CollectiveGroup
-from meshwright.cost.collectives.rings import best_ring, best_tree, link_matrix
 from meshwright.report import make_table
 from meshwright.spec import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.cost.model import CostModel
+    from meshwright.cost.cost_model import CostModel
     from meshwright.report.narrow import NarrowTable
     from meshwright.spec import Cluster
 

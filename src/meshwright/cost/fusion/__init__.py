@@ -8,7 +8,7 @@ Everything but the costs follows torch 2.13 (torch/_functorch/partitioners.py, t
 scheduler.py), step by step, on values as coarse as ops need them.
 """
 
-from meshwright.cost.fusion.groups import FusedKernel
-from meshwright.cost.fusion.unit import FusedUnit, fuse_unit
+from meshwright.cost.fusion.fused_kernels import FusedKernel
+from meshwright.cost.fusion.partition import FusedUnit, fuse_unit
 
 __all__ = ["FusedKernel", "FusedUnit", "fuse_unit"]

@@ -3,10 +3,10 @@
 In the forward this is its last op, in the backward the one that comes first in the graph, so that the ends of units
 include everything before; other ops of a kernel take no time. Extern kernels take the time of their ops.
 
-    on GPUs       generated kernels at the fitted rates of torch's kernels (`cost.gpu.rates`): kernels with row sums
-                  like the forward of a norm or a softmax with such rows; sums of columns at the rate of the longest
-                  rows, because inductor splits them until they fill the device, and a small kernel adds the parts; all
-                  others like element-wise ops
+    on GPUs       generated kernels at the fitted rates of torch's kernels (`cost.gpu.gpu_products`): kernels with row
+                  sums like the forward of a norm or a softmax with such rows; sums of columns at the rate of the
+                  longest rows, because inductor splits them until they fill the device, and a small kernel adds the
+                  parts; all others like element-wise ops
     elsewhere     the time of the kernel's ops on their own, times its bytes over their bytes; an op in several kernels
                   is divided by their bytes, and an op with extern kernels is charged to those
 
@@ -18,27 +18,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.cost.costs import OpCost, op_cost_around
-from meshwright.cost.fusion.unit import fuse_unit
+from meshwright.cost.costs import BASES, OpCost, op_cost_around
+from meshwright.cost.fusion.partition import fuse_unit
+from meshwright.cost.gpu.gpu_products import Launch
 from meshwright.cost.gpu.launches import sum_of
-from meshwright.cost.gpu.rates import Launch
 from meshwright.cost.host_issue import kernel_issue_seconds, unit_issue_seconds
-from meshwright.cost.prediction import BASES
+from meshwright.cost.op_estimates import TRANSFERRED
 from meshwright.cost.roofline import RooflineSeconds
-from meshwright.cost.table import TRANSFERRED
 from meshwright.cost.traits import operator_name, passes_of
-from meshwright.spec.compiled_units import compiled_units
+from meshwright.spec import compiled_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from meshwright.cost.classes import OpClasses
-    from meshwright.cost.fusion.groups import FusedKernel
-    from meshwright.cost.fusion.unit import FusedUnit
-    from meshwright.cost.fusion.values import Device
-    from meshwright.cost.gpu.rates import GpuModel
-    from meshwright.cost.prediction import Basis
-    from meshwright.cost.widths import Widths
+    from meshwright.cost.autocast import Widths
+    from meshwright.cost.costs import Basis
+    from meshwright.cost.fusion.fused_kernels import FusedKernel
+    from meshwright.cost.fusion.partition import FusedUnit
+    from meshwright.cost.fusion.written_values import Device
+    from meshwright.cost.gpu.gpu_products import GpuModel
+    from meshwright.cost.op_classes import OpClasses
     from meshwright.spec import DeviceKind, Graph
     from meshwright.spec.precision import Numbers
 

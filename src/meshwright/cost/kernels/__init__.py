@@ -1,9 +1,9 @@
 """Seconds of GPU kernels: products and attention, on devices with many, few or no measurements."""
 
-from meshwright.cost.kernels.checks import is_tiled
-from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels
+from meshwright.cost.kernels.demand import is_tiled
 from meshwright.cost.kernels.kernel_costs import KernelQueries, estimate_kernels
-from meshwright.cost.kernels.model import Kernel, KernelModel
+from meshwright.cost.kernels.kernel_fit import adapt_kernels, fit_kernels
+from meshwright.cost.kernels.kernel_model import Kernel, KernelModel
 from meshwright.cost.kernels.store import read_model, shipped_model, write_model
 
 __all__ = [

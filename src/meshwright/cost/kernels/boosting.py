@@ -18,11 +18,118 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.compiled import compiled
+from meshwright.cost.kernels.demand import SIZES, seen_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
-    from meshwright.cost.prediction import Floats
+    from meshwright.cost.costs import Floats
+    from meshwright.cost.kernels.demand import Demand
+    from meshwright.cost.kernels.law import Explained
+
+
+# The input of the second stage: how the law explains a query, its sizes, and how they fit tiles.
+#
+# Shares and ratios come first, so that what is learned on one device is useful on another; sizes follow, because
+# libraries choose kernels by them. No feature names the device: only the generation of its code is included.
+
+# The number of first features by which the similarity to measured rows is judged (`cost.kernels.boosting`).
+NUM_PLACED = 10
+
+
+def features_of(
+    op: str, sizes: Mapping[str, Floats], demand: Demand, explained: Explained, family: int, capability: float
+) -> NDArray[np.float32]:
+    """Return the features of n queries of one op, kernel family and CUDA compute capability, shape (features, n)."""
+    chosen = demand.ways[explained.way, :, np.arange(len(explained.way))].T
+    _, loads, pull, waves, steps, _, doublings, _, fill = chosen
+    seconds = explained.seconds
+    logs = [np.log1p(sizes[name]) for name in SIZES[op]]
+    placed = [
+        np.log(explained.compute / seconds),
+        np.log(explained.memory / seconds),
+        np.log(demand.flops / demand.memory),
+        np.log(demand.cached),
+        np.log(waves),
+        fill,
+        np.log(seconds),
+        *logs[-3:],
+    ]
+    shares = [
+        -np.log(loads),
+        np.log(2) * doublings,
+        np.log(pull / seconds),
+        np.log(steps),
+    ]
+    known = [np.full(len(seconds), number) for number in (family, capability)]
+    return np.stack([*placed, *shares, *logs[:-3], *_alignment(op, sizes), *known]).astype(np.float32)
+
+
+def num_features(op: str) -> int:
+    """Return the number of features of an op: placed ones, shares, other sizes, alignment, family and capability."""
+    return NUM_PLACED + 6 + len(SIZES[op]) - 3 + (6 if op == "matmul" else 4)
+
+
+def _alignment(op: str, sizes: Mapping[str, Floats]) -> list[Floats]:
+    if op == "matmul":
+        m, n, k = (sizes[name] for name in SIZES[op])
+        return [np.ceil(m / 64) * 64 / m, np.ceil(m / 16) * 16 / m, m % 8, n / 2 ** np.ceil(np.log2(n)), np.log(m * n),
+                np.log(n / k)]  # fmt: skip
+    shared = sizes["heads"] / sizes["kv_heads"]
+    whole = sizes["queries"] * shared
+    seen = seen_keys(sizes["keys"], sizes["window"])
+    return [np.log(shared), np.ceil(whole / 64) * 64 / whole, np.log(sizes["batch"] * sizes["kv_heads"]), np.log(seen)]
+
+
+# Stage three, for a device with few rows: the residuals of both stages on these rows, carried to similar queries.
+#
+#     r(x) = Σ over rows wᵢ · a²·exp(-|x - xᵢ|²/(2·d)),   w = (K + s²·1)⁻¹ · residuals
+#
+# a is the error of the law alone on measured devices, s that of the fitted model on held-out rows, x the first features
+# of a query divided by their spread over the training rows, d their number: only w is fitted to the rows. Source:
+# Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), 2.2.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Correction:
+    """``points`` of shape (rows, features) in units of the spread, and their ``weights``, shape (rows,)."""
+
+    points: Floats
+    weights: Floats
+
+    def evaluate(self, places: Floats) -> Floats:
+        """Return the correction of ln seconds at each place, shape (queries,), given (queries, features)."""
+        return _likeness(places, self.points) @ self.weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scale:
+    """Scales from the training rows: ``spread`` of the features (features,), ``amplitude`` a and ``noise`` s."""
+
+    spread: Floats
+    amplitude: float
+    noise: float
+
+    def place(self, columns: NDArray[np.float32]) -> Floats:
+        """Return features of shape (features, queries) as places, shape (queries, features used)."""
+        used = columns[: len(self.spread)].T.astype(np.float64)
+        return used / self.spread
+
+
+def fit_correction(places: Floats, residuals: Floats, scale: Scale) -> Correction:
+    """Return the correction through rows at these places (rows, features) with these residuals (rows,)."""
+    covariance = scale.amplitude**2 * _likeness(places, places) + scale.noise**2 * np.eye(len(places))
+    weights: Floats = scale.amplitude**2 * np.linalg.solve(covariance, residuals).astype(np.float64)
+    return Correction(points=places, weights=weights)
+
+
+def _likeness(here: Floats, there: Floats) -> Floats:
+    distance = (here**2).sum(1)[:, None] + (there**2).sum(1)[None, :] - 2 * here @ there.T
+    likeness: Floats = np.exp(-np.maximum(distance, 0.0) / (2 * here.shape[1]))
+    return likeness
+
 
 # Rows that are evaluated at a time, so that their features stay in the CPU's cache.
 _BLOCK = 1024

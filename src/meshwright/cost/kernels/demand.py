@@ -20,21 +20,215 @@ Sources: NVIDIA, Matrix Multiplication Background User's Guide; Dao, FlashAttent
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from meshwright.compiled import compiled
-from meshwright.cost.kernels.checks import split_dtype
-from meshwright.cost.kernels.tiles import dispatch_of, packs_heads, tiles_of
 from meshwright.cost.roofline import peak_flops
+from meshwright.spec import MeasurementError
 from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from meshwright.cost.prediction import Floats
+    from numpy.typing import ArrayLike, NDArray
+
+    from meshwright.cost.costs import Floats
     from meshwright.spec import DeviceKind
+
+
+# Valid queries of the kernel predictor: devices, dtypes and sizes.
+#
+# - device: states multiprocessors, cache and clock
+# - dtype: arithmetic at a rate that the datasheet states (no float8 without one), keys and values of a known width
+# - sizes: 1 ≤ size ≤ 2⁴⁰; a window may be 0 (no window); query heads are at least as many as heads of keys
+
+# The sizes of a query, by op.
+SIZES: dict[str, tuple[str, ...]] = {
+    "matmul": ("m", "n", "k"),
+    "attention_prefill": ("batch", "heads", "kv_heads", "head_dim", "queries", "keys", "window"),
+    "attention_decode": ("batch", "heads", "kv_heads", "head_dim", "queries", "keys", "window"),
+}
+# At a byte each, this number of elements is a terabyte: more than the memory of any device.
+MAX_SIZE = 2**40
+# Optional sizes with their defaults.
+_OPTIONAL = {"matmul": {"count": 1.0}}
+
+
+def is_tiled(device: DeviceKind) -> bool:
+    """Return whether a datasheet has the figures for kernel predictions: multiprocessors, cache and clock."""
+    return bool(device.num_multiprocessors and device.cache_bytes and device.clock_hz)
+
+
+def split_dtype(dtype: str) -> tuple[str, str]:
+    """Return (arithmetic, keys and values) of a record's dtype, such as ``bfloat16:kv=float8_e4m3fn``.
+
+    Scaling is not part of the dtype.
+    """
+    first, _, rest = dtype.partition(":")
+    return first, rest.removeprefix("kv=") if rest.startswith("kv=") else first
+
+
+def has_rate(device: DeviceKind, dtype: str) -> bool:
+    """Return whether the datasheet states a rate for a record's dtype, and its values have a known width."""
+    arithmetic, values = split_dtype(dtype)
+    return arithmetic in ARITHMETIC_BYTES.keys() & device.peak_flops_per_s.keys() and values in ARITHMETIC_BYTES
+
+
+def check_device(device: DeviceKind, dtype: str) -> None:
+    """Raise MeasurementError if a device's description does not suffice to predict kernels of this dtype."""
+    if not is_tiled(device):
+        raise MeasurementError(
+            f"The datasheet of {device.name!r} states no multiprocessors, cache or clock; kernels on it are not "
+            "predicted. State num_multiprocessors, cache_bytes and clock_hz of the device kind."
+        )
+    if not has_rate(device, dtype):
+        known = ", ".join(sorted(ARITHMETIC_BYTES.keys() & device.peak_flops_per_s.keys())) or "none"
+        raise MeasurementError(
+            f"Kernels in {dtype!r} on {device.name!r}: expected a floating-point dtype that its datasheet states a "
+            f"rate of ({known}). Ask for one of these, or state the rate in peak_flops_per_s of the device kind."
+        )
+
+
+def wrong_sizes(columns: Mapping[str, Floats]) -> dict[str, NDArray[np.bool_]]:
+    """Return, by size, which queries are invalid (each of shape (queries,)); ``columns``: sizes of an op in `SIZES`."""
+    wrong = {
+        name: ~((column >= (0 if name == "window" else 1)) & (column <= MAX_SIZE)) for name, column in columns.items()
+    }
+    if "kv_heads" in columns:
+        wrong["kv_heads"] |= columns["kv_heads"] > columns["heads"]
+    return wrong
+
+
+def check_sizes(op: str, sizes: Mapping[str, ArrayLike]) -> dict[str, Floats]:
+    """Return the sizes of n queries as columns of shape (n,); a single number is repeated. ``op`` is one of `SIZES`.
+
+    Raises MeasurementError for missing, unknown or invalid sizes, for values that are not numbers, and for unequal
+    lengths.
+    """
+    names, optional = SIZES[op], _OPTIONAL.get(op, {})
+    missing, unknown = [name for name in names if name not in sizes], set(sizes) - {*names, *optional}
+    if missing or unknown:
+        said = ", ".join(missing) or "unknown " + ", ".join(sorted(unknown))
+        raise MeasurementError(f"{op}: {'no sizes ' if missing else ''}{said}; expected {', '.join(names)}.")
+    columns = _broadcast(op, {name: np.asarray(column) for name, column in (optional | dict(sizes)).items()})
+    for name, wrong in wrong_sizes(columns).items():
+        if wrong.any():
+            place = int(np.flatnonzero(wrong)[0])
+            raise MeasurementError(
+                f"{op}: {name} is {columns[name][place]:g} in query {place}; expected a positive number up to "
+                f"{MAX_SIZE}" + (", and at most as many as heads." if name == "kv_heads" else ".")
+            )
+    return columns
+
+
+def _broadcast(op: str, given: dict[str, NDArray[np.generic]]) -> dict[str, Floats]:
+    lengths = {len(column) for column in given.values() if column.ndim}
+    for name, column in given.items():
+        if not (column.dtype.kind in "iuf" or not column.size) or column.ndim > 1:
+            raise MeasurementError(
+                f"{op}: {name} is of dtype {column.dtype} and shape {column.shape}; expected a number or one per query."
+            )
+    if len(lengths - {1}) > 1:
+        raise MeasurementError(
+            f"{op}: sizes of {', '.join(map(str, sorted(lengths)))} queries; expected one number for each query, or "
+            "one for all."
+        )
+    count = (lengths - {1} or {1}).pop()
+    # Compiled loops need contiguous columns.
+    return {
+        name: np.ascontiguousarray(np.broadcast_to(column.astype(np.float64), count)) for name, column in given.items()
+    }
+
+
+# The output tiles of a GEMM kernel, by family, as its source dispatches them.
+#
+# A thread block computes a tile of (rows, columns) of the output over ``splits``-ths of the inner dimension:
+#
+#     library   cuBLAS behind torch's linear chooses from many: the fastest of CANDIDATES with any of SPLITS is used
+#     no split  DeepGEMM, FlashInfer, Triton and block-scaled CUTLASS choose a tile, and never split the inner dimension
+#     sm90      vLLM's CUTLASS float8 kernels for Hopper: by rows and columns (scaled_mm_sm90_fp8_dispatch.cuh); up to
+#               64
+#               rows the operands are swapped, so that 64 columns and 16 or 64 rows make a tile
+#     sm89      the same for Ada (scaled_mm_c2x_sm89_fp8_dispatch.cuh); that for Blackwell was not read
+#
+# Decoding attention may pack the query heads of one key head into the rows of a tile, and then splits the keys;
+# FlashAttention 2 does so only without a window and for more than one head (flash_api.cpp, seqlenq_ngroups_swapped).
+#
+# Sources: vllm-project/vllm, csrc/quantization/w8a8 (Apache-2.0, 2025), read for the sizes; NVIDIA, Matrix
+# Multiplication Background User's Guide, "tile and wave quantization", for the tiles that cuBLAS uses;
+# Dao-AILab/flash-attention.
+
+Dispatch = Literal["library", "no split", "sm90", "sm89"]
+# (rows of the tile, its columns, splits), each of shape (queries,) or a number.
+Tile = tuple["Floats | float", "Floats | float", int]
+
+CANDIDATES = (
+    (16, 64),
+    (16, 128),
+    (32, 128),
+    (64, 64),
+    (64, 128),
+    (128, 64),
+    (128, 128),
+    (64, 256),
+    (128, 256),
+    (256, 128),
+)
+SPLITS = (1, 2, 4, 8, 16)
+
+_FLASH_2 = "vllm_flash_attn_fa2"
+# Names of one kernel family in different versions of a framework.
+_RENAMED = {"vllm_default": "torch.nn.functional.linear", "vllm_flash_attn": "vllm_flash_attn_fa2"}
+_CUTLASS = "CutlassFP8ScaledMMLinearKernel"
+_READ: dict[float, Dispatch] = {8.9: "sm89", 9.0: "sm90"}
+_NO_SPLIT = ("DeepGemm", "FlashInfer", "Triton", "CutlassFp8BlockScaled")
+
+
+def family_of(kernel: str) -> str:
+    """Return the common name of all versions of a kernel family."""
+    return _RENAMED.get(kernel, kernel)
+
+
+def dispatch_of(kernel: str, compute_capability: float) -> Dispatch:
+    """Return how a kernel family chooses its tiles on a device of this CUDA compute capability."""
+    if kernel == _CUTLASS:
+        # The code for other devices was not read: any tile is possible.
+        return _READ.get(compute_capability, "library")
+    return "no split" if kernel.startswith(_NO_SPLIT) else "library"
+
+
+def tiles_of(dispatch: Dispatch, m: Floats, n: Floats, k: Floats) -> Iterator[Tile]:
+    """Yield the tiles that a kernel may use for products of (m, k) by (k, n), each of shape (queries,)."""
+    if dispatch == "library":
+        yield from ((rows, columns, splits) for rows, columns in CANDIDATES for splits in SPLITS)
+    elif dispatch == "no split":
+        yield from ((rows, columns, 1) for rows, columns in CANDIDATES)
+    elif dispatch == "sm90":
+        rows = np.select(
+            [m <= 16, (m <= 64) & (n <= 1280), m <= 128, (m >= 8192) & (k >= 6144)], [16, 16, 64, 256], 128
+        )
+        yield rows, np.where(m <= 64, 64, 128), 1
+    else:
+        wide = 2 ** np.ceil(np.log2(n))
+        few, some = m <= 64, m <= 128
+        rows = np.select(
+            [m <= 32, few, some & (wide <= 8192), some, (m <= 256) & (wide <= 4096), m <= 256, wide == 8192],
+            [32, 64, 64, 128, 64, 128, 256],
+            128,
+        )
+        columns = np.select([few & (wide == 16384), few, some & (wide > 16384)], [128, 64, 64], 128)
+        yield rows, columns, 1
+
+
+def packs_heads(kernel: str, shared: Floats, window: Floats) -> NDArray[np.bool_]:
+    """Return, per query, whether decoding packs the ``shared`` query heads of a key head and splits the keys."""
+    if family_of(kernel) == _FLASH_2:
+        packed: NDArray[np.bool_] = (shared > 1) & (window == 0)
+        return packed
+    return np.ones(len(shared), bool)
+
 
 WAYS = ("work", "loads", "pull", "waves", "steps", "area", "doublings", "merge", "fill")
 # The fewest bytes of a written element: results of float8 products are bfloat16 (vLLM, torch._scaled_mm).

@@ -9,9 +9,9 @@ of weights come from all steps at once (Appleyard et al., Optimizing Performance
 
 The measured rows are products of activations and weights, one at a time. A cost is `regressed` if it depends on nothing
 else. The same library with other layouts or many products at once has the interval of the same code on another device;
-convolutions, estimated as implicit GEMMs, that of other code there (`OpModel.transfers`). `cost.gpu.products` corrects
-what the predictor does not cover. All other ops keep their costs, as do sizes beyond any device and dtypes without a
-rate in the datasheet (`checks`).
+convolutions, estimated as implicit GEMMs, that of other code there (`OpModel.transfers`). `cost.gpu.gpu_products`
+corrects what the predictor does not cover. All other ops keep their costs, as do sizes beyond any device and dtypes
+without a rate in the datasheet (`checks`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from meshwright.cost.kernels.checks import has_rate, wrong_sizes
-from meshwright.cost.kernels.model import Kernel
+from meshwright.cost.kernels.demand import has_rate, wrong_sizes
+from meshwright.cost.kernels.kernel_model import Kernel
 from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.work import read_work
-from meshwright.cost.work.calls import read_call
-from meshwright.cost.work.products import time_steps
+from meshwright.cost.work.op_calls import read_call
+from meshwright.cost.work.work_count import time_steps
 from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from meshwright.cost.costs import OpCost
-    from meshwright.cost.gpu.products import ProductRates
-    from meshwright.cost.kernels.model import KernelModel
-    from meshwright.cost.prediction import Basis, Floats, Predictions
-    from meshwright.cost.work.calls import OpCall
+    from meshwright.cost.costs import Basis, Floats, OpCost, Predictions
+    from meshwright.cost.gpu.gpu_products import ProductRates
+    from meshwright.cost.kernels.kernel_model import KernelModel
+    from meshwright.cost.work.op_calls import OpCall
     from meshwright.spec import DeviceKind, Graph, Op
 
 # The relation of a kernel to the measured ones.

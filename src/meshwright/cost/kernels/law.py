@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meshwright.cost.costs import Floats
     from meshwright.cost.kernels.demand import Demand
-    from meshwright.cost.prediction import Floats
 
 # (factor, prior value, deviation of its logarithm). Rates are shares of the datasheet's. The values are guesses of the
 # right order, without a source; the wide deviations (a factor of two for times) let rows correct them.

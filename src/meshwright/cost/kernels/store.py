@@ -17,16 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.kernels.boosting import Trees
-from meshwright.cost.kernels.checks import SIZES
-from meshwright.cost.kernels.correction import Correction, Scale
-from meshwright.cost.kernels.features import num_features
+from meshwright.cost.costs import Interval
+from meshwright.cost.kernels.boosting import Correction, Scale, Trees, num_features
+from meshwright.cost.kernels.demand import SIZES
+from meshwright.cost.kernels.kernel_fit import STEPS
+from meshwright.cost.kernels.kernel_model import KernelGroup, KernelModel, OpModel
 from meshwright.cost.kernels.law import FACTORS
-from meshwright.cost.kernels.model import KernelGroup, KernelModel, OpModel
-from meshwright.cost.kernels.transfers import STEPS
-from meshwright.cost.prediction import Interval
-from meshwright.spec import DocumentError
-from meshwright.spec.files import read_regular, write_bytes
+from meshwright.spec import DocumentError, read_regular
+from meshwright.spec.files import write_bytes
 
 SCHEMA = "meshwright/kernels/2"
 # The shipped file has 0.7 MB packed and 1.7 MB unpacked; a correction of 500 rows adds 0.1 MB.

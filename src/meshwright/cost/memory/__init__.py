@@ -1,19 +1,21 @@
 """Memory in bytes: of a stage, and of a whole step on one device op by op."""
 
-from meshwright.cost.memory.alike import likeness
 from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
 from meshwright.cost.memory.away import Away, AwayUnit, find_away
-from meshwright.cost.memory.backward import Backend, library_workspaces
-from meshwright.cost.memory.kept import as_kept
-from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
-from meshwright.cost.memory.lifetimes import kept_results
-from meshwright.cost.memory.options import LAYERS_AT_HAND, MemoryOptions, RankMemory, weigh_rank
+from meshwright.cost.memory.kept import Backend, as_kept, library_workspaces, weigh_tensors
+from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak, kept_results
+from meshwright.cost.memory.memory_likeness import likeness
+from meshwright.cost.memory.memory_options import (
+    LAYERS_AT_HAND,
+    MEMORY_MARGIN,
+    MemoryLimit,
+    MemoryOptions,
+    RankMemory,
+    weigh_rank,
+)
 from meshwright.cost.memory.phases import Phase, StagePhases, count_phases
 from meshwright.cost.memory.shared_units import SharedUnit, SharedUnits
-from meshwright.cost.memory.sizes import weigh_tensors
-from meshwright.cost.memory.stage import StageMemory, backend_of, weigh_stage
-from meshwright.cost.memory.step import trace_stage, trace_step
-from meshwright.cost.memory.usable import MEMORY_MARGIN, MemoryLimit
+from meshwright.cost.memory.stage_memory import StageMemory, backend_of, trace_stage, trace_step, weigh_stage
 
 __all__ = [
     "LAYERS_AT_HAND",

@@ -24,7 +24,7 @@ from meshwright.spec.memory import GRADIENTS, INPUTS, MEMORY_PARTS, RECEIVED, SE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
-    from meshwright.cost.memory.backward import Backend
+    from meshwright.cost.memory.kept import Backend
     from meshwright.cost.memory.ledger import MemoryEvents
     from meshwright.cost.memory.shared_units import SharedUnits
     from meshwright.cost.memory.walk import OptimizerLoop

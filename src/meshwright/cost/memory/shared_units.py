@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.spec.memory import GRADIENTS, PARAMETERS, WORKSPACE
 
 if TYPE_CHECKING:
-    from meshwright.cost.memory.backward import Backend
+    from meshwright.cost.memory.kept import Backend
     from meshwright.cost.memory.ledger import Ledger
 
 

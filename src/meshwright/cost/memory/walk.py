@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from meshwright.cost.memory.away_blocks import follow_away
-from meshwright.cost.memory.backward import Backend, library_workspaces
-from meshwright.cost.memory.kept import as_kept
-from meshwright.cost.memory.ledger import Ledger, LedgerStretch
-from meshwright.cost.memory.lifetimes import find_lifetimes
-from meshwright.cost.memory.op_memory import OpMemory, op_memories
+from meshwright.cost.autocast import cast_inputs, compute_type, kept_copies
+from meshwright.cost.memory.away import follow_away
+from meshwright.cost.memory.kept import (
+    Backend,
+    OtherSizes,
+    as_kept,
+    backward_workspace_bytes,
+    casts_within,
+    forward_workspace_bytes,
+    library_workspaces,
+    measure_tensors,
+    passes_on,
+)
+from meshwright.cost.memory.ledger import Ledger, LedgerStretch, find_lifetimes
 from meshwright.cost.memory.shared_units import NOTHING_SHARED, SharedUnit, SharedUnits, UnitMemory
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
-from meshwright.spec import passed_again
+from meshwright.spec import DTYPE_BYTES, passed_again
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -29,9 +38,92 @@ from meshwright.spec.memory import (
 from meshwright.spec.recompute import kept_within
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence, Set
+    from collections.abc import Iterable, Mapping, Sequence, Set
 
-    from meshwright.spec import Channel, Graph, StageSlice, Workload
+    from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
+    from meshwright.spec.precision import Numbers
+
+
+# Allocations and frees of one op, wherever in a step it is computed: found once for each op of a walk.
+
+
+class OpMemory(NamedTuple):
+    """Tensors and bytes of an op.
+
+    ``made`` are outputs with storages of their own, ``kept`` such values that only the backward reads, and ``copies``
+    those of them that autocast makes of inputs. ``cast``: bytes of inputs in the type to which autocast casts them.
+    ``narrows``: the op casts inside, instead of its inputs. ``passing``: pairs of an input and an output whose
+    gradients share memory. ``differentiated``: inputs that require a gradient, each once.
+    """
+
+    made: tuple[int, ...]
+    kept: tuple[int, ...]
+    copies: tuple[int, ...]
+    cast: Mapping[int, int]
+    cast_bytes: int
+    narrows: bool
+    forward_workspace: int
+    backward_workspace: int
+    differentiated: tuple[int, ...]
+    passing: frozenset[tuple[int, int]]
+
+
+class OpMemories:
+    """The memory of the ops of a graph for one batch size, each computed at first use."""
+
+    def __init__(
+        self, graph: Graph, batch_size: int, numbers: Numbers, float_bytes: int | None, device: Backend
+    ) -> None:
+        self._graph, self._numbers, self._device = graph, numbers, device
+        self.sizes, self.elements = measure_tensors(graph, batch_size, float_bytes, device)
+        self._found: dict[int, OpMemory] = {}
+
+    def __getitem__(self, index: int) -> OpMemory:
+        found = self._found.get(index)
+        if found is None:
+            op = self._graph.ops[index]
+            found = _measure_op(self._graph, op, self.sizes, self.elements, self._numbers, self._device)
+            self._found[index] = found
+        return found
+
+
+@lru_cache(maxsize=16)
+def op_memories(
+    graph: Graph, batch_size: int, numbers: Numbers, float_bytes: int | None, device: Backend
+) -> OpMemories:
+    """Return the memory of the ops of a graph `as_kept`. Raises as `measure_tensors`."""
+    return OpMemories(graph, batch_size, numbers, float_bytes, device)
+
+
+def _measure_op(
+    graph: Graph, op: Op, sizes: Sequence[int], elements: Sequence[int], numbers: Numbers, device: Backend
+) -> OpMemory:
+    tensors, lower = graph.tensors, numbers.autocast
+    cast = {}
+    if lower:
+        width = DTYPE_BYTES[compute_type(graph, op, lower)]
+        cast = {i: elements[i] * width for i in cast_inputs(graph, op, lower)}
+    copies = tuple(kept_copies(graph, op))
+    there = OtherSizes(sizes, cast) if cast else sizes
+    differentiated = tuple(i for i in dict.fromkeys(op.inputs) if tensors[i].requires_grad)
+    return OpMemory(
+        made=tuple(i for i in op.outputs if tensors[i].storage == i),
+        kept=tuple(i for i in op.saved if tensors[i].role == "saved" and tensors[i].storage == i),
+        copies=copies,
+        cast=cast,
+        cast_bytes=sum(cast.values()),
+        narrows=device == "cuda" and casts_within(op) and bool(copies),
+        forward_workspace=forward_workspace_bytes(graph, op, there, device),
+        backward_workspace=backward_workspace_bytes(graph, op, there, device),
+        differentiated=differentiated,
+        passing=frozenset(
+            (i, output)
+            for i in differentiated
+            for output in op.outputs
+            if passes_on(graph, op, i, elements[i], elements[output])
+        ),
+    )
+
 
 # Torch's loop over the parameters in an optimizer step: one by one, all at once, or in one kernel.
 OptimizerLoop = Literal["tensors", "foreach", "fused"]
@@ -294,7 +386,7 @@ class StageWalk:
             for storage in self._lives.results.get(index, ()):
                 self._again[storage] = values.pop(storage)
             self._compute(index, self._again, needed, keeps_internals=True)
-        # Free kept results that the recomputation did not reach (`runtime.recompute`).
+        # Free kept results that the recomputation did not reach (`runtime.checkpointing`).
         for index in kept_within(self._graph, start, stop):
             self._release(values, self._lives.results[index])
         for storage in [storage for storage in self._again if storage not in needed]:

@@ -1,10 +1,7 @@
 """Work of ops: FLOPs, bytes, kernels, and gradients of their backward; counted once, for all costs."""
 
-from meshwright.cost.work.amounts import Amount
-from meshwright.cost.work.calls import key_in, relatives
-from meshwright.cost.work.count import OpWork, read_work
-from meshwright.cost.work.operators import Family, WorkRow, find_operator, name_in, operators
-from meshwright.cost.work.products import ATTENTION_BACKWARD
+from meshwright.cost.work.op_calls import Amount, Family, WorkRow, find_operator, key_in, name_in, operators, relatives
+from meshwright.cost.work.work_count import ATTENTION_BACKWARD, OpWork, read_work
 
 __all__ = [
     "ATTENTION_BACKWARD",

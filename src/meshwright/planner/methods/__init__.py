@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from meshwright.planner.method import Method, own_method
-from meshwright.planner.methods.alpa.method import alpa
+from meshwright.planner.methods.alpa.alpa_method import alpa
 from meshwright.planner.methods.auto import auto
 from meshwright.planner.methods.differentiable import differentiable
 from meshwright.planner.methods.flexflow import flexflow
 from meshwright.planner.methods.grid import grid
-from meshwright.planner.methods.latency import latency
+from meshwright.planner.methods.latency_search import latency
 from meshwright.planner.methods.pipedream import pipedream
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.unequal import unequal
+from meshwright.planner.search_method import Method, own_method
 from meshwright.spec import PlanError, suggest
 
 METHODS: dict[str, Method] = {

@@ -4,10 +4,17 @@
 on every device kind, and their bytes, at one microbatch size.
 """
 
-from meshwright.planner.stage_tables.bytes import StageBytesTable, as_kept_least, sent_to_several, weigh_alone
-from meshwright.planner.stage_tables.seconds import StageSecondsTable
+from meshwright.planner.stage_tables.stage_tables import (
+    StageBytesTable,
+    StageSecondsTable,
+    Tables,
+    as_kept_least,
+    make_tables,
+    sent_to_several,
+    settle_stage,
+    weigh_alone,
+)
 from meshwright.planner.stage_tables.structure import Structure, find_structure
-from meshwright.planner.stage_tables.tables import Tables, make_tables, settle_stage
 
 __all__ = [
     "StageBytesTable",

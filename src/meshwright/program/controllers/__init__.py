@@ -8,9 +8,8 @@
 All of them extend an empty program, ``ProgramBuilder(controller.num_ranks).build(...)``, and come to an end.
 """
 
-from meshwright.program.controllers.backup_workers import BackupWorkers
+from meshwright.program.controllers.backup_workers import BackupWorkers, StoppedBackups
 from meshwright.program.controllers.bounded_delay import BoundedDelay
 from meshwright.program.controllers.partial_reduce import PartialReduce
-from meshwright.program.controllers.stopped_backups import StoppedBackups
 
 __all__ = ["BackupWorkers", "BoundedDelay", "PartialReduce", "StoppedBackups"]

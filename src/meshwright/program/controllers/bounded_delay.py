@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from meshwright.program.controllers.iterations import SERVER, arrival, check_counts, iteration
+from meshwright.spec import OptimizerStep, Send
 from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
-from meshwright.spec.instructions import OptimizerStep, Send
 
 T = TypeVar("T")
 

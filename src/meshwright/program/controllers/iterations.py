@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from meshwright.spec import Backward, Forward, ProgramError, Receive, Send
 from meshwright.spec.control import Issue
-from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import Backward, Forward, Receive, Send
 
 WORKER, SERVER = 0, 1
 

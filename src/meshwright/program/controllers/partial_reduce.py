@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from meshwright.program.controllers.iterations import WORKER, check_counts, computation
+from meshwright.spec import AllReduce, OptimizerStep
 from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
-from meshwright.spec.instructions import AllReduce, OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

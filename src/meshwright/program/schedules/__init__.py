@@ -18,13 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from meshwright.program.schedules.asynchronous import minibatches_per_update, num_filling_steps
 from meshwright.program.schedules.bidirectional import dualpipe, dualpipe_v, zb_v
-from meshwright.program.schedules.columns import OrderColumns, RankOrders
-from meshwright.program.schedules.endless import minibatches_per_update, num_filling_steps
-from meshwright.program.schedules.layouts import local_microbatches, num_active, stays_on_rank
-from meshwright.program.schedules.single import gpipe, one_forward_one_backward, zb_h1, zb_h2
-from meshwright.program.schedules.virtual import interleaved, looped_breadth_first
-from meshwright.spec.plan import Plan, ScheduleName, SynchronousName
+from meshwright.program.schedules.chunked import (
+    gpipe,
+    interleaved,
+    looped_breadth_first,
+    one_forward_one_backward,
+    zb_h1,
+    zb_h2,
+)
+from meshwright.program.schedules.seats import OrderColumns, RankOrders, local_microbatches, num_active, stays_on_rank
+from meshwright.spec import Plan
+from meshwright.spec.plan import ScheduleName, SynchronousName
 
 LayoutKind = Literal["single", "in turn", "v", "bidirectional"]
 NamedSchedule = Callable[[Plan], RankOrders]

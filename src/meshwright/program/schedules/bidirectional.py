@@ -22,11 +22,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from meshwright.program.schedules.columns import OrderColumns, RankOrders, gather_columns, join_ranks
-from meshwright.program.schedules.layouts import Seat, sit_both_ways, sit_in_a_v
-from meshwright.spec.errors import PlanError
-from meshwright.spec.instructions import Opcode
-from meshwright.spec.plan import Plan
+from meshwright.program.schedules.seats import (
+    OrderColumns,
+    RankOrders,
+    Seat,
+    gather_columns,
+    join_ranks,
+    sit_both_ways,
+    sit_in_a_v,
+)
+from meshwright.spec import Opcode, Plan, PlanError
 
 Row = tuple[Opcode, int, int]
 # The same, and whether it runs together with the next one.

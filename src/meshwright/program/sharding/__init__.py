@@ -9,8 +9,8 @@ local       `convert` converts tensors to the layouts in which they are read, `l
 data        `zero` gives the gathers and scatters of replicas that shard their parameters
 """
 
-from meshwright.program.sharding.experts import check_configured_experts
-from meshwright.program.sharding.shard import shard_graph
+from meshwright.program.sharding.expert_ops import check_configured_experts
+from meshwright.program.sharding.local_graphs import shard_graph
 from meshwright.program.sharding.sharded import MESH, ShardedGraph
 from meshwright.program.sharding.zero import (
     GatherUnit,

@@ -7,14 +7,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from meshwright.program.sharding.dims import SAMPLES, OpDims, OpSplit, find_label, op_dims
-from meshwright.program.sharding.grouped import find_grouped
-from meshwright.program.sharding.table import operator_name, operator_rows
+from meshwright.program.sharding.expert_ops import find_grouped
+from meshwright.program.sharding.placement_table import operator_name, operator_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from meshwright.program.sharding.calls import Dim
-    from meshwright.spec.graph import Extent, Graph
+    from meshwright.spec import Extent, Graph
 
 # A parameter's dim may be split unevenly if it has at least this size per rank: vocabularies are padded or cut off by
 # their size (Megatron-LM pads to multiples of 128 per rank), and smaller dims would be split too unevenly.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.spec.collective import Axis, Collective
-    from meshwright.spec.graph import Graph
+    from meshwright.spec import Graph
+    from meshwright.spec.exchange import Axis, Collective
     from meshwright.spec.sharding import Layout
 
 # Prefix of the kinds of ops that `shard_graph` adds, as in ``mesh.all_gather``.

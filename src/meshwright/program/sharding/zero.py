@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
+from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Set
 
-    from meshwright.spec.collective import Phase
-    from meshwright.spec.graph import Graph
-    from meshwright.spec.slices import StageSlice
+    from meshwright.spec import Graph, StageSlice
+    from meshwright.spec.exchange import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

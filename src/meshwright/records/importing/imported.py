@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.records.table import Records
+    from meshwright.records.record_table import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.records.importing.imported import Imported
-from meshwright.records.table import keep_sound, named_shapes
+from meshwright.records.record_table import keep_sound, named_shapes
 from meshwright.spec import DTYPE_BYTES, DocumentError
 
 if TYPE_CHECKING:

@@ -31,12 +31,27 @@ Styles: everything is under the class ``mw`` on the root, colours are custom pro
 """
 
 from meshwright.report.page.columns import pack_column
-from meshwright.report.page.document import page_document, result_part, versions
-from meshwright.report.page.html import SERVED_HEADERS, embed_json, page_html, page_script, page_style, write_page
-from meshwright.report.page.layouts import cluster_part, plan_part
-from meshwright.report.page.results import comparison_part, memory_part, pareto_front, plans_part
+from meshwright.report.page.html_document import (
+    SERVED_HEADERS,
+    embed_json,
+    page_document,
+    page_html,
+    page_script,
+    page_style,
+    result_part,
+    versions,
+    write_page,
+)
+from meshwright.report.page.page_results import (
+    cluster_part,
+    comparison_part,
+    memory_part,
+    pareto_front,
+    plan_part,
+    plans_part,
+    timeline_part,
+)
 from meshwright.report.page.shown import Shown, comparison_document, shown_document
-from meshwright.report.page.timelines import timeline_part
 
 __all__ = [
     "SERVED_HEADERS",

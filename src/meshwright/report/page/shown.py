@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.report.comparison import Comparison
-from meshwright.report.layers import graph_rows, graph_total
-from meshwright.report.page.document import page_document, result_part
-from meshwright.report.page.layouts import cluster_part
-from meshwright.report.page.results import comparison_part
-from meshwright.report.rows import MEASURED_PARTS, measurement_rows, placement_rows, program_rows
-from meshwright.report.time_shares import timeline_rows
+from meshwright.report.comparison import Comparison, timeline_rows
+from meshwright.report.page.html_document import page_document, result_part
+from meshwright.report.page.page_results import cluster_part, comparison_part
+from meshwright.report.plan_tables import graph_rows, graph_total
+from meshwright.report.report_tables import MEASURED_PARTS, measurement_rows, placement_rows, program_rows
 from meshwright.spec import Cluster, Graph, Measurements, Placement, Plan, Program, Timeline, encode_document
 from meshwright.spec.used_devices import used_of
 

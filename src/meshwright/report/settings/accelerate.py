@@ -21,11 +21,14 @@ from meshwright.report.settings.facts import (
     require_blocks,
     require_transformer,
 )
-from meshwright.report.settings.launch import DEFAULT_PORT
+from meshwright.report.settings.launch_scripts import DEFAULT_PORT
 from meshwright.report.settings.megatron import recompute_words, require_adam, unsaid_split
-from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
-from meshwright.report.settings.split import (
+from meshwright.report.settings.settings import (
+    Settings,
+    Unsaid,
+    comment,
     moves_all,
+    notes,
     refuse_offload,
     require_even_tokens,
     unsaid_products,

@@ -16,8 +16,9 @@ import json
 from typing import Any
 
 from meshwright.report.settings.facts import RegularPlan, describe_stages
-from meshwright.report.settings.settings import Settings, Unsaid
-from meshwright.report.settings.split import (
+from meshwright.report.settings.settings import (
+    Settings,
+    Unsaid,
     describe_axes,
     refuse_offload,
     refuse_split_experts,

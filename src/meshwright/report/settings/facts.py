@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.report.settings.launch import ranks_per_node, uses_cpus
-from meshwright.report.settings.split import RecomputeSplit, find_again, refuse_unknown
+from meshwright.report.settings.launch_scripts import ranks_per_node, uses_cpus
+from meshwright.report.settings.settings import RecomputeSplit, find_again, refuse_unknown
 from meshwright.spec import Cluster, Graph, Plan, PlanError, format_count
 from meshwright.spec.codec import document_kind
 from meshwright.spec.parsing import read_data

@@ -18,9 +18,12 @@ import shlex
 from typing import Any
 
 from meshwright.report.settings.facts import RegularPlan, StageParts, require_blocks, require_transformer
-from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
-from meshwright.report.settings.split import (
+from meshwright.report.settings.settings import (
+    Settings,
+    Unsaid,
+    comment,
     leading_blocks,
+    notes,
     refuse_offload,
     refuse_split_experts,
     require_even_tokens,

@@ -6,8 +6,7 @@ its default format "compute_only").
 
 from __future__ import annotations
 
-from meshwright.report.settings.settings import Settings, Unsaid
-from meshwright.report.settings.split import describe_axes, unknown_choices
+from meshwright.report.settings.settings import Settings, Unsaid, describe_axes, unknown_choices
 from meshwright.spec import Plan, format_count
 
 VERSION = "2.13"

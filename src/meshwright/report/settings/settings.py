@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.spec import (
+    GradientExchange,
+    Graph,
+    Offload,
+    Optimizer,
+    Plan,
+    PlanError,
+    Recompute,
+    Sharding,
+    StagePlan,
+    Workload,
+    recompute_choices,
+)
+from meshwright.spec.offload import ON_DEVICE
+from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.sharding import UNSHARDED
+
+if TYPE_CHECKING:
+    from meshwright.report.settings.facts import RegularPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +66,213 @@ def notes(start: str, fill_in: Sequence[str], unsaid: Sequence[Unsaid]) -> list[
 def comment(lines: Sequence[str], mark: str = "# ") -> str:
     """Lines as comments, whatever a name in them holds."""
     return "".join(f"{mark}{' '.join(line.split())}\n" for line in lines)
+
+
+# How exports describe split ops, sharded states and recompute of a plan, and which plans they refuse.
+#
+# Exports name the fields that they support (`SAID`). A plan in which any other field differs from its default is
+# refused, because settings without it would describe another plan.
+
+# Fields of a plan that every export writes, lists as not expressed, or refuses by itself. Fields without a default are
+# written by all.
+SAID: dict[type, frozenset[str]] = {
+    Plan: frozenset(
+        {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "keeps", "offload"}
+        | {"model_sizes", "made_with"}
+    ),
+    StagePlan: frozenset(),
+    Workload: frozenset({"kind", "precision", "optimizer"}),
+    Optimizer: frozenset({"kind", "momentum"}),
+    GradientExchange: frozenset({"bucket_bytes", "overlap", "zero", "shard_size"}),
+    Sharding: frozenset({"tensor", "context", "expert", "sequence_parallel", "regather", "context_method"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeSplit:
+    """What is recomputed in the backward pass.
+
+    Nothing, attention, blocks except costly ops (`spec.recompute`: op), whole layers (``is_full``: every block),
+    or other ops.
+    """
+
+    kind: Literal["nothing", "attention", "op", "layers", "ops"] = "nothing"
+    layers: tuple[int, ...] = ()
+    is_full: bool = False
+
+    def describe(self) -> str:
+        """For people: ``every block``, ``layers 1, 2, 3``."""
+        if self.is_full:
+            return "every block"
+        words = {
+            "nothing": "nothing",
+            "attention": "attention",
+            "op": "every block but for results of attention and products (create_selective_checkpoint_contexts)",
+            "ops": "parts of layers",
+        }
+        return words.get(self.kind) or f"layers {', '.join(map(str, self.layers))}"
+
+
+def unknown_choices(plan: Plan) -> tuple[str, ...]:
+    """The settings of a plan that no export supports, as ``exchange.every_steps = 2``."""
+    return tuple(dict.fromkeys(_unknown(plan, "")))
+
+
+def _unknown(part: Any, place: str) -> Iterator[str]:
+    for item in fields(part):
+        value = getattr(part, item.name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if type(inner) in SAID:
+                yield from _unknown(inner, f"{item.name}.")
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        if default is not MISSING and value != default and item.name not in SAID[type(part)]:
+            yield f"{place}{item.name}" if is_dataclass(value) else f"{place}{item.name} = {value!r}"
+
+
+def refuse_unknown(plan: Plan) -> None:
+    """Raise PlanError for a plan with settings that no export supports."""
+    exchange = replace(plan.exchange, zero=0, shard_size=0)
+    plain = replace(plan, sharding=UNSHARDED, recompute=(), keeps=(), offload=ON_DEVICE, exchange=exchange)
+    several = " with several stages on a rank" * plain.has_virtual_stages
+    follows = several or not (plain.has_own_schedule or plain.schedule in BASIC_SCHEDULES)
+    if wrong := plain.only_simulated or (f"follows the schedule {plain.schedule}{several}" if follows else ""):
+        raise PlanError(
+            f"The plan {wrong}; settings are written for {', '.join(BASIC_SCHEDULES)} and your own schedules, with one "
+            "stage on every rank. Plan so."
+        )
+    if unknown := unknown_choices(plan):
+        raise PlanError(
+            f"The plan has {', '.join(unknown)}, which settings of other systems cannot express; without it they "
+            f"would describe another plan. Plan without it."
+        )
+
+
+def moves_all(offload: Offload) -> bool:
+    """Whether parameters and optimizer states are both in host memory, as FSDP2's CPUOffloadPolicy keeps them."""
+    return offload == Offload(optimizer="host", parameters="host")
+
+
+def refuse_offload(plan: Plan, system: str, knows: str) -> None:
+    """Raise PlanError for a plan with offload, where a system ``knows`` other kinds of offload."""
+    raise PlanError(
+        f"The plan keeps {plan.offload.describe()}; {system} {knows}. Plan with another --offload, or without."
+    )
+
+
+def find_again(plan: Plan, graph: Graph | None) -> RecomputeSplit:
+    """The recompute of the plan's ranges of ops in its graph. Raises PlanError if there are ranges, but no graph."""
+    if not plan.recompute:
+        return RecomputeSplit()
+    if graph is None:
+        raise PlanError(
+            "The plan recomputes ranges of ops, whose meaning depends on the model's graph. Give the graph."
+        )
+    again = Recompute(tuple(sorted(plan.recompute)), tuple(sorted(plan.keeps)))
+    chosen, choices = again.ranges, recompute_choices(graph)
+    if again == choices["attention"]:
+        return RecomputeSplit(kind="attention")
+    if again.keeps:
+        return RecomputeSplit(kind="op" if again == choices["op"] else "ops")
+    place = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
+    if not set(chosen) <= set(place):
+        return RecomputeSplit(kind="ops")
+    return RecomputeSplit(kind="layers", layers=tuple(place[item] for item in chosen), is_full=again == choices["full"])
+
+
+def describe_axes(sharding: Sharding) -> str:
+    """The axes with their details, for a person who sets them up: ``context 2 (keys and values in a ring)``."""
+    details = []
+    if sharding.sequence_parallel:
+        details.append(f"inputs of products {'gathered again in backward' if sharding.regather else 'kept whole'}")
+    if sharding.context > 1:
+        details.append(f"keys and values {'in a ring' if sharding.context_method == 'ring' else 'gathered'}")
+    return sharding.describe() + (f" ({', '.join(details)})" if details else "")
+
+
+def leading_blocks(facts: RegularPlan) -> int | None:
+    """N if exactly the first N blocks of every stage are recomputed (all of a stage with fewer blocks), else None."""
+    if facts.again.kind != "layers" or facts.stages is None:
+        return None
+    counts = []
+    for (start, stop), parts in zip(facts.plan.bounds, facts.stages, strict=True):
+        chosen = [layer for layer in facts.again.layers if start <= layer < stop]
+        # The layer before the first block is layer 0.
+        if chosen != list(range(parts.first_block + 1, parts.first_block + 1 + len(chosen))):
+            return None
+        if len(chosen) > parts.num_blocks:
+            return None
+        counts.append((len(chosen), parts.num_blocks))
+    most = max(count for count, _ in counts)
+    return most if all(count == min(most, blocks) for count, blocks in counts) else None
+
+
+def require_even_tokens(facts: RegularPlan, system: str) -> None:
+    """Raise PlanError if the ranks of the axes cannot divide the sequence evenly, where its length is known."""
+    sharding = facts.plan.sharding
+    parts = (sharding.tensor if sharding.sequence_parallel else 1) * (
+        2 * sharding.context if sharding.context > 1 else 1
+    )
+    length = facts.shape["sequence_length"] if facts.shape is not None else parts
+    if length % parts:
+        raise PlanError(
+            f"{system} splits sequences into {parts} equal parts ({sharding.describe()}; two for each rank of the "
+            f"context axis), and {length} tokens are not a multiple of that. Choose another --sequence-length, or "
+            f"other "
+            "sizes of the axes."
+        )
+
+
+def refuse_split_experts(facts: RegularPlan, system: str) -> None:
+    """Raise PlanError for experts beside split ops: other systems give each rank only a part of the tokens there."""
+    sharding = facts.plan.sharding
+    if sharding.expert > 1 and sharding.expert != sharding.width:
+        raise PlanError(
+            f"The plan lays experts out beside other axes ({sharding.describe()}), whose ranks all compute the "
+            f"experts for the same tokens; {system} divides the tokens among them. Plan with --expert alone."
+        )
+
+
+def unsaid_experts(facts: RegularPlan, system: str, others: str) -> list[Unsaid]:
+    """What systems do in their own way with experts; ``others``: also for what the ranks of the axis replicate."""
+    if facts.plan.sharding.expert == 1:
+        return []
+    return [
+        Unsaid(what="everything but experts replicated on every rank of the expert axis", reason=f"{system} {others}"),
+        Unsaid(
+            what="the module of the experts, with the names of its parameters",
+            reason=f"{system} has its own, and its own router",
+        ),
+    ]
+
+
+def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1) -> list[Unsaid]:
+    """Systems shard states over ranks with other tokens of the same samples; plans do not."""
+    if facts.plan.sharding.context == 1 or facts.zero < zero_from:
+        return []
+    return [
+        Unsaid(
+            what="states whole on every rank of the context axis",
+            reason=f"{system} shares them among the ranks of this axis, too, which takes less memory",
+        )
+    ]
+
+
+def unsaid_products(facts: RegularPlan) -> list[Unsaid]:
+    """Types of matrix products that are not the type of a factor; systems leave them to the script."""
+    numbers = facts.plan.workload.numbers
+    if not numbers.products:
+        return []
+    how = (
+        "the script calls torch.set_float32_matmul_precision('high')"
+        if numbers.products == "tf32"
+        else "the script converts the model, as torchao's convert_to_float8_training does"
+    )
+    return [Unsaid(what=f"products in {numbers.products}", reason=how)]
+
+
+def unsaid_early_stop(system: str) -> Unsaid:
+    """Systems recompute all of a block; plans omit the end that no backward reads."""
+    return Unsaid(
+        what="the end of a block that no backward reads, omitted from recompute",
+        reason=f"{system} recomputes all of it",
+    )

@@ -17,9 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.report.settings.facts import RegularPlan, StageParts, require_blocks
-from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
-from meshwright.report.settings.split import (
+from meshwright.report.settings.settings import (
+    Settings,
+    Unsaid,
+    comment,
     moves_all,
+    notes,
     refuse_offload,
     refuse_split_experts,
     require_even_tokens,

@@ -7,6 +7,6 @@ Proofs need z3 and are imported from their modules; computation is exported here
 
 from meshwright.rewrite.calculus.arrays import Arrays
 from meshwright.rewrite.calculus.fields import PRIME, Doubles, NumberField, PrimeField
-from meshwright.rewrite.calculus.machine import Arithmetic, IllTypedError, Indexed
+from meshwright.rewrite.calculus.whole import Arithmetic, IllTypedError, Indexed
 
 __all__ = ["PRIME", "Arithmetic", "Arrays", "Doubles", "IllTypedError", "Indexed", "NumberField", "PrimeField"]

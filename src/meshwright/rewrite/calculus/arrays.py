@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.rewrite.calculus.fields import PRIME
-from meshwright.rewrite.calculus.machine import IllTypedError, Indexed
+from meshwright.rewrite.calculus.whole import IllTypedError, Indexed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@
 """
 
 from meshwright.rewrite.fx.captured import read_captured
-from meshwright.rewrite.fx.read import ReadGraph, read_graph
+from meshwright.rewrite.fx.reading import ReadGraph, read_graph
 from meshwright.rewrite.fx.write import write_graph
 
 __all__ = ["ReadGraph", "read_captured", "read_graph", "write_graph"]

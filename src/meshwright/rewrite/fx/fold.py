@@ -11,7 +11,7 @@ from meshwright.rewrite.fx.write import write_graph
 from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN_DTYPE, Terms
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.fx.read import ReadGraph
+    from meshwright.rewrite.fx.reading import ReadGraph
 
 
 def fold_constants(

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.expressions import parse_attribute
 from meshwright.rewrite.operators import OPERATORS
-from meshwright.spec import RewriteError
-from meshwright.spec.errors import suggest
+from meshwright.spec import RewriteError, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

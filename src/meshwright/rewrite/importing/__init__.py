@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meshwright.rewrite.importing.taso import read_taso
 from meshwright.rewrite.importing.unity import read_unity
 from meshwright.rewrite.rulebook import read_rule_book
-from meshwright.rewrite.rulefile import read_rules
+from meshwright.rewrite.rules import read_rules
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Operators, each defined by one declaration of every number of its result."""
 
 from meshwright.rewrite.operators import elementwise, layout, parallel, products, reductions
-from meshwright.rewrite.operators.declaration import OPERATORS, Operator, operator
+from meshwright.rewrite.operators.elementwise import OPERATORS, Operator, operator
 
 __all__ = ["OPERATORS", "Operator", "elementwise", "layout", "operator", "parallel", "products", "reductions"]

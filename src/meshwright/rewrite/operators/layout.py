@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.calculus import Arithmetic, IllTypedError, Indexed
-from meshwright.rewrite.operators.declaration import operator
+from meshwright.rewrite.operators.elementwise import operator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

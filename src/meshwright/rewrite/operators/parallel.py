@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.rewrite.calculus import Arithmetic, Indexed
-from meshwright.rewrite.operators.declaration import operator
+from meshwright.rewrite.operators.elementwise import operator
 from meshwright.rewrite.operators.layout import check_axis, replaced
 
 

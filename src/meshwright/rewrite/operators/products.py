@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.rewrite.calculus import Arithmetic, IllTypedError, Indexed
-from meshwright.rewrite.operators.declaration import operator
-from meshwright.rewrite.operators.elementwise import each
+from meshwright.rewrite.operators.elementwise import each, operator
 
 
 @operator

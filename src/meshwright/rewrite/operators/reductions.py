@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.calculus import Arithmetic, IllTypedError, Indexed
-from meshwright.rewrite.operators.declaration import operator
-from meshwright.rewrite.operators.elementwise import inverse_root
+from meshwright.rewrite.operators.elementwise import inverse_root, operator
 from meshwright.rewrite.operators.layout import check_axis, product_of, replaced
 
 if TYPE_CHECKING:

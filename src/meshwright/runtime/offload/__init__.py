@@ -9,10 +9,9 @@ saved     activations, between forward and backward
 hosting   the host of a rank, which joins all of these
 """
 
-from meshwright.runtime.offload.hosting import Hosting
-from meshwright.runtime.offload.opening import Hosted, find_partial, keep_saved, take_to_host
-from meshwright.runtime.offload.room import check_folder, check_host, choose_folder
-from meshwright.runtime.offload.updates import HostedValues, HostSteps
+from meshwright.runtime.offload.hosting import Hosted, Hosting, find_partial, keep_saved, take_to_host
+from meshwright.runtime.offload.pinned_memory import check_folder, check_host, choose_folder
+from meshwright.runtime.offload.states import HostedValues, HostSteps
 
 __all__ = [
     "HostSteps",

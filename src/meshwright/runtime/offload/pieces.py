@@ -1,7 +1,7 @@
 """The pieces of a rank's parameters that its host updates: their tensors on the device and on the host.
 
 A piece is identified by the number in the program's `CopyDown`, `HostStep` and `CopyUp`: a summed bucket, of which a
-rank may have a part, or parameters outside all buckets (`program.offload`). On the host each has
+rank may have a part, or parameters outside all buckets (`program.host_offload`). On the host each has
 
     gradients   flat, in their type: the target of copies from the device and, with master weights, the source of
                 copies of the new parameters
@@ -19,9 +19,9 @@ import torch
 from meshwright.program import Bucket, HostPiece
 from meshwright.runtime.exchange import BucketBuffer
 from meshwright.runtime.fully_sharded import own_part
-from meshwright.runtime.offload.memory import HostMemory
+from meshwright.runtime.offload.pinned_memory import HostMemory
+from meshwright.runtime.optimizer_steps import ShardedBucket
 from meshwright.runtime.precisions import gradient_type
-from meshwright.runtime.sharded_optimizer import ShardedBucket
 from meshwright.spec.precision import Numbers
 
 

@@ -7,8 +7,3 @@ grouped       routed tokens on their way to the processes that have their expert
 operators     ops that compute a shard in another way than the whole
 local_parts   a stage's module as one process of a team computes it
 """
-
-from meshwright.runtime.teams.grid import TeamPosition, make_grid
-from meshwright.runtime.teams.local_parts import LocalModel, local_model
-
-__all__ = ["LocalModel", "TeamPosition", "local_model", "make_grid"]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from meshwright.spec.collective import Axis
-from meshwright.spec.sharding import AXES, Sharding
+from meshwright.spec import Sharding
+from meshwright.spec.exchange import Axis
+from meshwright.spec.sharding import AXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

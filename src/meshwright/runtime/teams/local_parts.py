@@ -1,6 +1,6 @@
 """The model of one process of a team: its shards of the parameters, and its shard of every op.
 
-The graph is the local one that the simulator estimates (`program.lowering`): the same ops in the same order, with
+The graph is the local one that the simulator estimates (`program.plan_lowering`): the same ops in the same order, with
 conversions among them. Each op is torch's operator on local tensors, except those of `conversions` and `operators`.
 Whole parameters and buffers stay the user's own objects; shards of others are new ones.
 
@@ -19,32 +19,30 @@ import torch.distributed as dist
 
 from meshwright.capture import Captured, has_own_graph, own_graph, rebuild
 from meshwright.cost.traits import operator_name
-from meshwright.program import STAYS_EAGER, lower_plan, shard_graph
-from meshwright.program.sharding import MESH, ShardedGraph
+from meshwright.program import STAYS_EAGER, ShardedGraph, lower_plan, shard_graph
+from meshwright.program.sharding import MESH
+from meshwright.runtime.checkpointing import checkpoint_ranges
 from meshwright.runtime.compiling import Compilation, compile_units
-from meshwright.runtime.recompute import checkpoint_ranges
-from meshwright.runtime.teams.conversions import Convert, LocalConversion
 from meshwright.runtime.teams.grid import AxisGroup, TeamPosition
-from meshwright.runtime.teams.grouped import arranging_module
-from meshwright.runtime.teams.operators import (
+from meshwright.runtime.teams.shares import cut_of, find_uneven, is_split, join_shares, own_share, whole_shape
+from meshwright.runtime.teams.team_operators import (
     BIASES,
     AddOnce,
     AddShare,
     Attend,
+    Convert,
     CountOn,
     CrossEntropy,
     DropOut,
+    LocalConversion,
     LookUp,
     MeanShare,
     RowLoss,
+    arranging_module,
     refuse_share,
 )
-from meshwright.runtime.teams.shares import cut_of, find_uneven, is_split, join_shares, own_share, whole_shape
-from meshwright.spec.errors import GraphError, PlanError
-from meshwright.spec.graph import Graph, Op
-from meshwright.spec.plan import Plan
-from meshwright.spec.sharding import Layout, Partial, Replicate, Shard, Sharding
-from meshwright.spec.slices import StageSlice
+from meshwright.spec import Graph, GraphError, Op, Partial, Plan, PlanError, Replicate, Shard, Sharding, StageSlice
+from meshwright.spec.sharding import Layout
 
 # Ops that may be applied to parts of a sum one by one; others need the sum.
 _LINEAR = (

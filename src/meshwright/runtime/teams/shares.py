@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.spec.collective import Axis
-from meshwright.spec.graph import Graph
-from meshwright.spec.sharding import Layout, Shard, Sharding
+from meshwright.spec import Graph, Shard, Sharding
+from meshwright.spec.exchange import Axis
+from meshwright.spec.sharding import Layout
 
 # The tensor may already be split by earlier axes, for example along tokens.
 SPLITTING_ORDER: tuple[Axis, ...] = ("expert", "context", "tensor")

@@ -11,14 +11,15 @@ run         a whole run
 result      outcomes of the requests, as figures
 """
 
-from meshwright.serving.load.answers import Response, decode_outputs
 from meshwright.serving.load.bodies import draw_inputs
+from meshwright.serving.load.load_run import run_load
+from meshwright.serving.load.responses import Response, decode_outputs
 from meshwright.serving.load.result import Loaded, LoadResult
-from meshwright.serving.load.run import run_load
-from meshwright.serving.load.streams import RequestStream, deployment_streams
 from meshwright.serving.load.target import (
     ModelSignature,
+    RequestStream,
     Target,
+    deployment_streams,
     only_model,
     read_model,
     read_model_names,

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.serving.datatypes import NUMPY_TYPES
-from meshwright.serving.load.answers import TensorMetadata
+from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.load.responses import TensorMetadata
 from meshwright.serving.load.target import ModelSignature, Target
 from meshwright.spec import ServingError
 

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.load.answers import MOST_REASON_BYTES, MalformedError, Response, is_for_another, read_answer
 from meshwright.serving.load.bodies import ID_DIGITS
-from meshwright.serving.load.job import LoadJob, RequestRecords, UnansweredReason
+from meshwright.serving.load.responses import MOST_REASON_BYTES, MalformedError, Response, is_for_another, read_answer
+from meshwright.serving.load.result import LoadJob, RequestRecords, UnansweredReason
 from meshwright.spec import ServingError
 
 _NS = 1_000_000_000

@@ -5,6 +5,12 @@ search    placement by simulation, as in AlpaServe
 groups    free memory of groups, and groups that hold the same models
 """
 
-from meshwright.serving.placement.place import PLACE_METHODS, PlacedModels, bound_placed, bound_share, place_models
+from meshwright.serving.placement.model_placement import (
+    PLACE_METHODS,
+    PlacedModels,
+    bound_placed,
+    bound_share,
+    place_models,
+)
 
 __all__ = ["PLACE_METHODS", "PlacedModels", "bound_placed", "bound_share", "place_models"]

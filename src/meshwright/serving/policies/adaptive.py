@@ -24,7 +24,7 @@ import numpy as np
 
 from meshwright.compiled import compiled
 from meshwright.serving.policies.deferred import admit_request, settle, use_device
-from meshwright.serving.policies.heaps import cells_of_heap, first_of, is_in, lay_heap, least_of, put, take_out
+from meshwright.serving.policies.ordering import observe, observe_virtual, virtual_end
 from meshwright.serving.policies.pool import (
     DEADLINE,
     DECISION,
@@ -49,8 +49,7 @@ from meshwright.serving.policies.pool import (
     Ints,
     allocate_pool,
 )
-from meshwright.serving.policies.queues import clear
-from meshwright.serving.policies.slowness import observe, observe_virtual, virtual_end
+from meshwright.serving.policies.queues import cells_of_heap, clear, first_of, is_in, lay_heap, least_of, put, take_out
 
 # Settings (spare, window, admit) of `Deferred`; the policy starts with the first. Those that refuse early admit by 98 %
 # of the work: with 100 %, 1 % fewer are served under three times the load of two devices, and with 95 % the

@@ -25,7 +25,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from meshwright.compiled import compiled
-from meshwright.serving.policies.heaps import cells_of_heap, first_of, lay_heap, least_of, put, size_of, take_out
 from meshwright.serving.policies.ordering import bring_forward
 from meshwright.serving.policies.pool import (
     BEGAN,
@@ -50,15 +49,22 @@ from meshwright.serving.policies.pool import (
 )
 from meshwright.serving.policies.queues import (
     begin_on,
+    cells_of_heap,
     deadline_at,
     drop_late,
     enter,
+    first_of,
     forget_down,
     idle_device,
     latency_of,
+    lay_heap,
+    least_of,
     length_of,
+    put,
     rest,
     run,
+    size_of,
+    take_out,
 )
 from meshwright.serving.policies.residency import (
     COPYING,

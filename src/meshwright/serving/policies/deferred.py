@@ -25,8 +25,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from meshwright.compiled import compiled
-from meshwright.serving.policies.heaps import first_of, is_in, least_of, put, size_of, take_out
 from meshwright.serving.policies.meter import measure_rate
+from meshwright.serving.policies.ordering import expect_no_faster, observe, trust
 from meshwright.serving.policies.pool import (
     CROWDED,
     DELAY,
@@ -60,18 +60,23 @@ from meshwright.serving.policies.queues import (
     enter,
     first_due,
     first_end,
+    first_of,
     idle_device,
+    is_in,
     largest_batch,
     latency_of,
     latency_on,
+    least_of,
     least_slowness,
     length_of,
+    put,
     refuse,
     rest,
     run,
+    size_of,
     skip_for,
+    take_out,
 )
-from meshwright.serving.policies.slowness import expect_no_faster, observe, trust
 
 
 class Deferred(NamedTuple):

@@ -20,7 +20,6 @@ import numpy as np
 
 from meshwright.compiled import compiled
 from meshwright.serving.policies.decisions import decide
-from meshwright.serving.policies.heaps import cells_of_heap, is_in, lay_heap, put, size_of, take_out
 from meshwright.serving.policies.pool import (
     BUSY,
     DELAY,
@@ -44,10 +43,16 @@ from meshwright.serving.policies.pool import (
 )
 from meshwright.serving.policies.queues import (
     begin_on,
+    cells_of_heap,
     deadline_at,
     drop_late,
+    is_in,
     latency_of,
+    lay_heap,
     length_of,
+    put,
+    size_of,
+    take_out,
 )
 
 # Memory is counted in fractions of a device's memory.

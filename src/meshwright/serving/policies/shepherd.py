@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from meshwright.compiled import compiled
-from meshwright.serving.policies.heaps import cells_of_heap, first_of, lay_heap, put, size_of, take_out
 from meshwright.serving.policies.pool import (
     DELAY,
     HEAD,
@@ -26,16 +25,22 @@ from meshwright.serving.policies.pool import (
 )
 from meshwright.serving.policies.queues import (
     begin_on,
+    cells_of_heap,
     deadline_at,
     drop_late,
     enter,
+    first_of,
     forget_down,
     idle_device,
     largest_batch,
+    lay_heap,
     length_of,
     preempt,
+    put,
     rest,
     run,
+    size_of,
+    take_out,
 )
 from meshwright.spec import ServingError
 

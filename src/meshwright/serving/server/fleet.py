@@ -1,7 +1,7 @@
 """The workers of a server that scales with the load: which are started, and which are released.
 
-The scaler decides how many are wanted (`policies.scaling`), as in the simulator. A worker that is released gets no more
-batches, finishes its current ones, and then its process ends. The supervisor starts and ends processes (`hire`,
+The scaler decides how many are wanted (`policies.autoscaling`), as in the simulator. A worker that is released gets no
+more batches, finishes its current ones, and then its process ends. The supervisor starts and ends processes (`hire`,
 `release` in reports); it restarts a failed one, whatever is wanted.
 """
 
@@ -11,8 +11,8 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from meshwright.serving.policies.autoscaling import device_to_drain
 from meshwright.serving.policies.pool import Ints
-from meshwright.serving.policies.scaling import device_to_drain
 from meshwright.serving.server.reports import report
 from meshwright.spec import Deployment, Scaling
 

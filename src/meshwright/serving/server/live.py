@@ -8,10 +8,10 @@
     DOWN     device                      a device has gone; its requests follow as further events
     ADJUST   number, value               a number of the pool has a better estimate (`DELAY`, `SLACK`, `GUARD`)
     WAKE                                 a moment has come that the policy asked for
-    SCALE    devices                     decide how many are wanted; this is the current number (`policies.scaling`)
+    SCALE    devices                     decide how many are wanted; this is the current number (`policies.autoscaling`)
 
 Each row starts with its kind and its moment (ns). Policies are the functions that the simulator calls
-(`policies.hooks`). A log has the events and the decisions of each call (`decision_log`); `replay` puts its events
+(`policies.pool`). A log has the events and the decisions of each call (`decision_log`); `replay` puts its events
 through the same policy again, which must make the same decisions. When models are added or removed, the policy is
 restarted in the same log, with the earlier measurements.
 """
@@ -25,7 +25,15 @@ from typing import Any
 import numpy as np
 
 from meshwright.compiled import compiled, uncompiled
-from meshwright.serving.policies.heaps import put
+from meshwright.serving.policies.autoscaling import (
+    DROPPED,
+    MAXIMUM,
+    WANTED,
+    allocate_scaler,
+    carry_scaler,
+    note_arrival,
+    wanted_devices,
+)
 from meshwright.serving.policies.hooks import arrive, free, next_wake, wake
 from meshwright.serving.policies.named import load_policy
 from meshwright.serving.policies.ordering import numbers_of
@@ -61,16 +69,7 @@ from meshwright.serving.policies.pool import (
     columns,
     pool_for,
 )
-from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, resize
-from meshwright.serving.policies.scaling import (
-    DROPPED,
-    MAXIMUM,
-    WANTED,
-    allocate_scaler,
-    carry_scaler,
-    note_arrival,
-    wanted_devices,
-)
+from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, put, resize
 from meshwright.serving.server.decision_log import ANEW, LOG_KIND, DecisionWriter
 from meshwright.serving.server.recording import Recording
 

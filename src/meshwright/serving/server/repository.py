@@ -20,8 +20,7 @@ from urllib.parse import unquote
 from meshwright.serving.server.servable import check_served
 from meshwright.serving.server.served import copy_names
 from meshwright.serving.server.supervisor import Supervisor, Unready
-from meshwright.spec import Deployment, MeshwrightError, Poisson, ServedModel, ServingError, read_deployment
-from meshwright.spec.errors import suggest
+from meshwright.spec import Deployment, MeshwrightError, Poisson, ServedModel, ServingError, read_deployment, suggest
 
 _PREFIX = "/v2/repository/"
 # Triton's clients send it; it has no effect.

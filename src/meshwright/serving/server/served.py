@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.serving.batching import batch_nanoseconds
-from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
+from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec, write_text
 from meshwright.spec.codec import decode, encode
-from meshwright.spec.files import write_text
 
 # A batch of more requests would not fit into one message (`channel`).
 LARGEST = 4096

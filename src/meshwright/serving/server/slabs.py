@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.serving.datatypes import NUMPY_TYPES
+from meshwright.serving.counted import NUMPY_TYPES
 from meshwright.spec import ServingError, TensorSpec
 
 _ALIGNED = 64

@@ -28,8 +28,7 @@ from meshwright.serving.server.servable import check_served
 from meshwright.serving.server.served import Served, check_names, served_models, write_models
 from meshwright.serving.server.tokens import read_token
 from meshwright.serving.server.totals import Totals
-from meshwright.spec import Deployment, ServedModel, ServingError
-from meshwright.spec.codec import write_document
+from meshwright.spec import Deployment, ServedModel, ServingError, write_document
 
 # A process that lived this long was healthy; others are restarted after a pause, which doubles each time.
 _WELL_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 0.05, 5.0

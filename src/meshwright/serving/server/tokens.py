@@ -5,8 +5,7 @@ from __future__ import annotations
 import hmac
 from pathlib import Path
 
-from meshwright.spec import ServingError
-from meshwright.spec.files import read_regular
+from meshwright.spec import ServingError, read_regular
 
 # Tokens are short; a longer file is not a token file.
 _MOST_BYTES = 2**14

@@ -9,7 +9,12 @@ weights     devices that hold some of the models, and load others
 """
 
 from meshwright.serving.simulation.goodput import IN_TIME, compare_policies, find_goodput
-from meshwright.serving.simulation.simulate import ServedCounts, ServingResult, latency_table, simulate_deployment
+from meshwright.serving.simulation.simulate_serving import (
+    ServedCounts,
+    ServingResult,
+    latency_table,
+    simulate_deployment,
+)
 
 __all__ = [
     "IN_TIME",

@@ -15,8 +15,7 @@ from meshwright.serving.policies.clockwork import Clockwork
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.pool import LOAD, NEVER, Ints
 from meshwright.serving.policies.residency import PARTS, Weights
-from meshwright.spec import Deployment, ServingError
-from meshwright.spec.units import format_bytes
+from meshwright.spec import Deployment, ServingError, format_bytes
 
 # Used memory of a device, and when all copies requested so far are complete.
 _HELD, _COPIED_AT = range(2)

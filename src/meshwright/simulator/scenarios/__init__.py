@@ -6,10 +6,15 @@
 `JitteredSteps`    many steps with random times, for several seeds
 """
 
-from meshwright.simulator.scenarios.bill import price_per_hour
 from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
-from meshwright.simulator.scenarios.noise import has_jitter
-from meshwright.simulator.scenarios.outcome import Replan, ScenarioOutcome, simulate_scenario
+from meshwright.simulator.scenarios.outcome import (
+    Replan,
+    ScenarioOutcome,
+    Sweep,
+    price_per_hour,
+    simulate_scenario,
+    sweep_cases,
+)
 from meshwright.simulator.scenarios.parameters import (
     MAX_CASES,
     Parameter,
@@ -19,8 +24,7 @@ from meshwright.simulator.scenarios.parameters import (
     read_parameter,
     read_values,
 )
-from meshwright.simulator.scenarios.steps import JitteredSteps, StepTimes
-from meshwright.simulator.scenarios.sweep import Sweep, sweep_cases
+from meshwright.simulator.scenarios.run import JitteredSteps, StepTimes, has_jitter
 
 __all__ = [
     "MAX_CASES",

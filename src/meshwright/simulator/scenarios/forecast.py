@@ -28,13 +28,17 @@ import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import state_bytes
-from meshwright.simulator.scenarios.failures import (
+from meshwright.simulator.scenarios.run import (
+    Change,
+    RunTimes,
+    Saving,
+    StepStretch,
     are_at_random,
     effective_repair,
     failures_of,
+    follow_run,
     mean_time_to_failure,
 )
-from meshwright.simulator.scenarios.run import Change, RunTimes, Saving, StepStretch, follow_run
 from meshwright.spec import Graph, Placement, Plan, ScenarioError
 from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Scenario, SlowDevice
 

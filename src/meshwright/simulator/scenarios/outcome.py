@@ -2,22 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
 from typing import Any
+
+import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.cost.without import without_devices
 from meshwright.simulator.engine import Contention
-from meshwright.simulator.plan import simulate_plan
-from meshwright.simulator.scenarios.bill import bill
+from meshwright.simulator.many import run_places
+from meshwright.simulator.plan_simulation import simulate_plan
 from meshwright.simulator.scenarios.forecast import Forecast, forecast_run, is_about_runs
 from meshwright.simulator.scenarios.machines import apply_scenario
-from meshwright.simulator.scenarios.noise import has_jitter
-from meshwright.simulator.scenarios.steps import NUM_SEEDS, JitteredSteps, StepTimes
+from meshwright.simulator.scenarios.parameters import MAX_CASES, Parameter, Value, change_case
+from meshwright.simulator.scenarios.run import NUM_SEEDS, JitteredSteps, StepTimes, has_jitter
 from meshwright.simulator.simulation import Simulation
-from meshwright.spec import Graph, Placement, Plan
-from meshwright.spec.scenario import Scenario
+from meshwright.spec import Cluster, Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError, suggest
+from meshwright.spec.scenario import Price, Scenario
+
+# The price of a plan: money per hour of the devices and nodes that it uses, per step, per sample, and per run.
+#
+# The last price given for a kind of device holds, and likewise for nodes; both are added. A run is paid for its whole
+# time, including all losses.
+
+_SECONDS_PER_HOUR = 3600.0
+
+
+def price_per_hour(
+    num_devices: int, cluster: Cluster, scenario: Scenario, idle: Collection[int] = ()
+) -> tuple[float, str] | None:
+    """Return money per hour of the first ``num_devices`` devices that are not ``idle`` and their nodes, and currency.
+
+    Returns None without a price.
+
+    Raises ScenarioError for prices in several currencies, and for a kind of device that the cluster does not have.
+    """
+    prices = scenario.effects_of(Price)
+    if not prices:
+        return None
+    currencies = {price.currency for price in prices}
+    there = islice((rank for rank in range(cluster.num_ranks) if rank not in idle), num_devices)
+    used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in there]
+    kinds = {kind.usual_name for kind in cluster.device_kinds}
+    for place, price in enumerate(scenario.effects):
+        if not isinstance(price, Price):
+            continue
+        if price.currency != prices[0].currency:
+            with scenario.naming(place, "currency"):
+                raise ScenarioError(f"{', '.join(sorted(currencies))} were given; expected one. Convert them.")
+        if price.device and price.device not in kinds:
+            with scenario.naming(place, "device"):
+                raise ScenarioError(
+                    f"the cluster has no devices of kind {price.device!r}{suggest(price.device, kinds)}."
+                )
+    devices: dict[int, float] = {}
+    nodes: dict[int, float] = {}
+    for price in prices:
+        for rank, (kind, node) in enumerate(used):
+            if price.device in ("", kind):
+                (devices if price.of == "device" else nodes)[rank if price.of == "device" else node] = price.per_hour
+    return sum(devices.values()) + sum(nodes.values()), prices[0].currency
+
+
+def bill(
+    plan: Plan | Placement,
+    graph: Graph,
+    cluster: Cluster,
+    scenario: Scenario,
+    step_s: float,
+    run_s: float | None,
+    num_steps: float | None,
+) -> dict[str, Any]:
+    """Return what steps of ``step_s`` seconds cost, and a run if there is one; empty without a price.
+
+    With a run, steps and samples carry their share of all losses.
+    """
+    priced = price_per_hour(plan.num_devices, cluster, scenario, plan.idle if isinstance(plan, Plan) else ())
+    if priced is None:
+        return {}
+    per_hour, currency = priced
+    if run_s is not None and num_steps:
+        step_s = run_s / num_steps
+    step = per_hour * step_s / _SECONDS_PER_HOUR
+    samples = plan.workload.global_batch
+    figures: dict[str, Any] = {
+        "currency": currency,
+        "price_per_hour": per_hour,
+        "price_per_step": step,
+        "price_per_million_samples": 1e6 * step / samples,
+    }
+    if (tokens := graph.sequence_length) is not None:
+        figures["price_per_million_tokens"] = 1e6 * step / (samples * tokens)
+    if num_steps:
+        figures["price_of_run"] = step * num_steps
+    return figures
+
 
 # Step time in seconds of the best plan for the machines of a cost model; None if no plan fits them.
 Replan = Callable[[CostModel], float | None]
@@ -109,3 +190,103 @@ def simulate_scenario(
         run.num_steps if run else None,
     )
     return ScenarioOutcome(simulation=result, steps=steps, run=run, price=price)
+
+
+# A grid of cases: every combination of the values of some parameters of plan and scenario, all simulated.
+#
+# `parameters` describes the parameters and values. A case that cannot be simulated has an error in place of figures.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """One case per row: the values of the parameters, then the figures, or the error, of its simulation."""
+
+    parameters: tuple[Parameter, ...]
+    rows: tuple[dict[str, Any], ...]
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of all figures, in order; ``error`` comes last, if a case has one."""
+        known = dict.fromkeys(key for row in self.rows for key in row)
+        names = [name for name in known if name not in {parameter.name for parameter in self.parameters}]
+        return tuple(sorted(names, key=lambda name: name == "error"))
+
+
+def sweep_cases(
+    parameters: Sequence[Parameter],
+    plan: Plan | Placement,
+    graph: Graph,
+    usual: CostModel,
+    scenario: Scenario,
+    *,
+    run_steps: float | None = None,
+    num_seeds: int = NUM_SEEDS,
+    contention: Contention = "queued",
+    replan: Replan | None = None,
+    num_processes: int | None = None,
+) -> Sweep:
+    """Simulate every combination of the parameters' values, the last parameter changing fastest, on all cores.
+
+    A case that cannot be simulated has the reason as ``error``. Raises MeshwrightError for a parameter with no usable
+    value: plan and scenario do not have it, or all its values are of the wrong type.
+    """
+    count = int(np.prod([len(parameter.values) for parameter in parameters], dtype=object))
+    if not 1 <= count <= MAX_CASES or len({parameter.name for parameter in parameters}) < len(parameters):
+        raise ScenarioError(
+            f"{count} cases of {', '.join(parameter.name for parameter in parameters)} were asked for; expected 1 to "
+            f"{MAX_CASES}, and each parameter once."
+        )
+    for parameter in parameters:
+        _check_values(parameter, plan, scenario)
+    combinations = list(product(*(parameter.values for parameter in parameters)))
+    names = [parameter.name for parameter in parameters]
+    # Fill the cost model's cache of device costs once, before processes are forked.
+    simulate_plan(plan, graph, usual.cluster, cost=usual, contention=contention)
+
+    def run(place: int) -> dict[str, Any]:
+        values = dict(zip(names, combinations[place], strict=True))
+        try:
+            changed, happens = change_case(plan, scenario, values)
+            outcome = simulate_scenario(
+                changed,
+                graph,
+                _costs_for(changed, usual),
+                happens,
+                run_steps=run_steps,
+                num_seeds=num_seeds,
+                contention=contention,
+                replan=replan,
+            )
+        except MeshwrightError as error:
+            return {**values, "error": f"{_words(values)}: {error}"}
+        return {**values, **outcome.row()}
+
+    return Sweep(parameters=tuple(parameters), rows=tuple(run_places(run, count, num_processes)))
+
+
+def _check_values(parameter: Parameter, plan: Plan | Placement, scenario: Scenario) -> None:
+    """Raise the first error of a parameter that has no usable value, and ScenarioError for a value given twice."""
+    again = [value for place, value in enumerate(parameter.values) if value in parameter.values[:place]]
+    if again:
+        raise ScenarioError(f"{parameter.name}: the value {again[0]} was given more than once. Give each value once.")
+    errors = list[MeshwrightError]()
+    for value in parameter.values:
+        values = {parameter.name: value}
+        try:
+            change_case(plan, scenario, values)
+            return
+        except PlanError:
+            # A plan that is impossible with this value may be possible with another parameter's value.
+            return
+        except MeshwrightError as error:
+            errors.append(type(error)(f"{_words(values)}: {error}"))
+    raise errors[0]
+
+
+def _words(values: Mapping[str, Value]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _costs_for(plan: Plan | Placement, usual: CostModel) -> CostModel:
+    precision = plan.workload.precision
+    return usual if precision == usual.precision else replace(usual, precision=precision)

@@ -10,13 +10,319 @@ interval is not saved.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Literal, NamedTuple
 
-from meshwright.simulator.scenarios.failures import Failure
-from meshwright.spec import ScenarioError
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel
+from meshwright.simulator.engine import Contention
+from meshwright.simulator.message_matching import rank_of_streams
+from meshwright.simulator.network import Network, collectives, durations, routes, with_durations
+from meshwright.simulator.plan_simulation import SETTLED_STEPS, program_of
+from meshwright.simulator.program_costs import ProgramCosts
+from meshwright.simulator.program_estimate import estimate_program
+from meshwright.simulator.routes import form_teams
+from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, instruction_columns, record_run, run_unrolled
+from meshwright.simulator.unroll import Unrolled, unroll
+from meshwright.spec import Cluster, Graph, Placement, Plan, Program, ProgramError, ScenarioError, Timeline, to_seconds
+from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
+from meshwright.spec.scenario import Failures, Jitter, Scenario
+from meshwright.spec.units import MOST_PICOSECONDS, PICOSECONDS_PER_SECOND
+from meshwright.spec.used_devices import used_of
+
+# Times of failures, in order, each with its repair time.
+#
+# The failures of n equal parts, each at random with a mean of m seconds, are at random with a mean of m / n in total.
+# Under Weibull's law with another shape each part has its own clock, which restarts at every failure of the part.
+
+
+class Failure(NamedTuple):
+    """The time of a failure in seconds of the run, and the seconds until it is repaired."""
+
+    at_s: float
+    repair_s: float
+
+
+def failures_of(scenario: Scenario, num_devices: int, num_nodes: int, seed: int) -> Iterator[Failure]:
+    """Yield all failures of a run on the given numbers of devices and nodes, in order; usually without end."""
+    streams = []
+    for place, effect in enumerate(scenario.effects):
+        if isinstance(effect, Failures):
+            count = num_devices if effect.of == "device" else num_nodes
+            moments = _moments(effect, count, np.random.default_rng((seed, place)))
+            streams.append(_with_repair(moments, float(effect.repair)))
+    return heapq.merge(*streams)
+
+
+def mean_time_to_failure(scenario: Scenario, num_devices: int, num_nodes: int) -> float | None:
+    """Return the mean seconds between failures of all parts; None if no mean is given."""
+    rates = [
+        (num_devices if effect.of == "device" else num_nodes) / effect.mttf
+        for effect in scenario.effects_of(Failures)
+        if effect.mttf is not None
+    ]
+    return 1 / sum(rates) if rates else None
+
+
+def effective_repair(scenario: Scenario, num_devices: int, num_nodes: int) -> float:
+    """Return the one repair time that gives the same mean run time as the repairs of all kinds of failures.
+
+    For failures without memory that restart a repair: with shares w of repairs r it is -M ln Σ w e^(-r/M).
+    """
+    effects = [effect for effect in scenario.effects_of(Failures) if effect.mttf is not None]
+    if not effects:
+        return 0.0
+    mttf_s = mean_time_to_failure(scenario, num_devices, num_nodes) or math.inf
+    counts = [num_devices if effect.of == "device" else num_nodes for effect in effects]
+    shares = [mttf_s * count / float(effect.mttf or 1) for count, effect in zip(counts, effects, strict=True)]
+    shortest = min(float(effect.repair) for effect in effects)
+    hoped = sum(
+        share * math.exp((shortest - effect.repair) / mttf_s) for share, effect in zip(shares, effects, strict=True)
+    )
+    return shortest - mttf_s * math.log(hoped)
+
+
+def are_at_random(scenario: Scenario) -> bool:
+    """Whether failures are memoryless, so that closed forms hold."""
+    return all(effect.mttf is not None and effect.shape == 1 for effect in scenario.effects_of(Failures))
+
+
+def _with_repair(moments: Iterator[float], repair_s: float) -> Iterator[Failure]:
+    return (Failure(at_s, repair_s) for at_s in moments)
+
+
+def _moments(effect: Failures, count: int, random: np.random.Generator) -> Iterator[float]:
+    if effect.mttf is None:
+        yield from sorted(map(float, effect.times))
+        return
+    if effect.shape == 1:
+        at_s = 0.0
+        while True:
+            at_s += float(random.exponential(effect.mttf / count))
+            yield at_s
+    scale = effect.mttf / math.gamma(1 + 1 / effect.shape)
+    clocks = (scale * random.weibull(effect.shape, count)).tolist()
+    heapq.heapify(clocks)
+    while True:
+        yield clocks[0]
+        heapq.heapreplace(clocks, clocks[0] + scale * float(random.weibull(effect.shape)))
+
+
+# Jitter: random factors on the times of instructions, drawn by what an instruction is, not by order of evaluation.
+#
+#     factor of an instruction = exp(spread · z) · (straggler factor, with its probability)
+#
+# z is standard normal. Both are hashes of (seed, effect, rank, step) and, for a draw per instruction, (opcode, stage,
+# microbatch, bytes): so they do not depend on the order of evaluation, on the number of steps or on the schedule, and
+# two schedules are compared under the same luck. A send has the factor of its sender, a gradient sum that of its lowest
+# rank, because all members take the same time. Receives take no time themselves. The hash is SplitMix64's finaliser
+# (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014); normal numbers are Box and
+# Muller's.
+
+Floats = NDArray[np.float64]
+_COMPUTED = np.array([*COMPUTATIONS, *UPDATES, *STASHING])
+
+
+def has_jitter(scenario: Scenario) -> bool:
+    """Whether the scenario makes the time of a step random."""
+    return any(
+        effect.spread or (effect.straggler_probability and effect.straggler_factor != 1)
+        for effect in scenario.effects_of(Jitter)
+    )
+
+
+def with_jitter(
+    program: Program, unrolled: Unrolled, scenario: Scenario, cluster: Cluster, seed: int, width: int = 1
+) -> Unrolled:
+    """Return the unrolled program with the random durations of a seed.
+
+    Rank r is device r of the cluster, or a tensor-parallel group of ``width`` devices (`spec.teams`), which is as slow
+    as its slowest device. Raises ScenarioError for a time that the simulation cannot represent.
+    """
+    network = unrolled.network
+    members = (jitter_factors(program, unrolled, scenario, cluster, seed, (width, place)) for place in range(width))
+    factor = reduce(np.maximum, members)
+    _share_in_collectives(network, factor)
+    usual_ps = durations(network)
+    drawn_ps = np.rint(usual_ps * factor)
+    if drawn_ps.max(initial=0) > MOST_PICOSECONDS:
+        raise ScenarioError(
+            f"jitter: an instruction takes {drawn_ps.max() / PICOSECONDS_PER_SECOND:.3g} s, more than a simulation can "
+            f"hold ({to_seconds(MOST_PICOSECONDS):.0f} s). Give a smaller spread or straggler_factor."
+        )
+    duration_ps = drawn_ps.astype(np.int64)
+    # A link is held for at least 1 ps.
+    np.maximum(duration_ps, (usual_ps > 0) & (routes(network) >= 0), out=duration_ps)
+    scale = (duration_ps / np.maximum(usual_ps, 1))[network.mark_instruction]
+    shift_ps = np.rint(network.mark_shift_ps * scale).astype(np.int64)
+    return replace(unrolled, network=with_durations(network, duration_ps, shift_ps))
+
+
+def jitter_factors(
+    program: Program,
+    unrolled: Unrolled,
+    scenario: Scenario,
+    cluster: Cluster,
+    seed: int,
+    member: tuple[int, int] = (1, 0),
+) -> Floats:
+    """Return the factor of each instruction, shape (n,), before members of a collective are made equal.
+
+    ``member``: the number of devices of a tensor-parallel group, and the index of one of them.
+    """
+    columns = instruction_columns(program, unrolled)
+    rank = rank_of_streams(program)[columns["track"]] * member[0] + member[1]
+    computed = np.isin(columns["opcode"], _COMPUTED)
+    factor = np.ones(len(rank))
+    for place, effect in enumerate(scenario.effects):
+        if not isinstance(effect, Jitter):
+            continue
+        with scenario.naming(place, "devices"):
+            chosen = np.isin(rank, effect.devices.select(cluster, (scenario.seed or 0, place)))
+        if effect.of != "all":
+            chosen &= computed == (effect.of == "computations")
+        which = np.flatnonzero(chosen)
+        keys = [rank[which], columns["step"][which]]
+        if effect.per == "instruction":
+            keys += [columns[name][which] for name in ("opcode", "stage", "microbatch", "num_bytes")]
+        factor[which] *= draw_factors(effect, (seed, place), keys)
+    return factor
+
+
+def draw_factors(effect: Jitter, seed: tuple[int, ...], keys: list[NDArray[np.integer]]) -> Floats:
+    """Return a factor for each row of the keys, shape (n,); equal rows have equal factors."""
+    state = np.full(len(keys[0]), 0x9E3779B97F4A7C15, np.uint64)
+    for key in (*(np.full(len(keys[0]), part) for part in seed), *keys):
+        state = _mix(state ^ _mix(key.astype(np.int64).view(np.uint64)))
+    first, second, third = (_uniform(_mix(state + np.uint64(salt))) for salt in (1, 2, 3))
+    factor = np.exp(effect.spread * np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second))
+    straggles: Floats = np.where(third < effect.straggler_probability, effect.straggler_factor, 1.0)
+    drawn: Floats = factor * straggles
+    return drawn
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply SplitMix64: one step of its sequence, and its finaliser."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = state ^ (state >> np.uint64(31))
+    return mixed
+
+
+def _uniform(state: NDArray[np.uint64]) -> Floats:
+    """Map to floats strictly between 0 and 1."""
+    uniform: Floats = ((state >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
+    return uniform
+
+
+def _share_in_collectives(network: Network, factor: Floats) -> None:
+    """Give all members of a collective the factor of the lowest rank, in place."""
+    number = collectives(network)
+    members = np.flatnonzero(number >= 0)
+    # Instructions are numbered stream by stream, so the first is that of the lowest rank.
+    _, first, inverse = np.unique(number[members], return_index=True, return_inverse=True)
+    factor[members] = factor[members[first]][inverse]
+
+
+# Step times under jitter: many consecutive steps, for several seeds.
+#
+# Step k lasts from the end of step k - 1 to its own end. The steps in which a pipeline fills, and the last step of an
+# asynchronous schedule, which drains, are not counted. Jitter makes otherwise identical replicas differ, so all ranks
+# are simulated.
+
+NUM_STEPS, NUM_SEEDS = 100, 5
+# Fewer steps give no 95th percentile.
+LEAST_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepTimes:
+    """Seconds of every counted step, shape (seeds, steps)."""
+
+    seconds: NDArray[np.float64]
+
+    def rows(self) -> dict[str, float | int]:
+        """Return the figures to report; ``seed_spread_s`` is the standard deviation of the means of the seeds."""
+        means = self.seconds.mean(axis=1)
+        p50, p95, p99 = np.percentile(self.seconds, (50, 95, 99)).tolist()
+        return {
+            "num_seeds": len(means),
+            "num_steps": self.seconds.shape[1],
+            "mean_s": float(means.mean()),
+            "p50_s": p50,
+            "p95_s": p95,
+            "p99_s": p99,
+            "slowest_s": float(self.seconds.max()),
+            "seed_spread_s": float(means.std(ddof=1)) if len(means) > 1 else 0.0,
+        }
+
+
+class JitteredSteps:
+    """A plan whose steps are simulated with random times, one seed after the other. Raises as `simulate_plan`."""
+
+    def __init__(
+        self,
+        plan: Plan | Placement,
+        graph: Graph,
+        cost: CostModel,
+        scenario: Scenario,
+        *,
+        contention: Contention = "queued",
+    ) -> None:
+        self._cluster, self._scenario, self._contention = cost.cluster, scenario, contention
+        self._width = 1
+        if isinstance(plan, Plan):
+            self._width = plan.sharding.width
+            self._cluster = used_of(plan, cost.cluster)
+            plan, graph, _, cost = form_teams(plan, graph, cost.cluster, cost)
+        self._program: Program = program_of(plan, graph, cost.cluster)
+        self._costs: ProgramCosts = estimate_program(self._program, plan, graph, cost)
+
+    def time_steps(self, num_steps: int = NUM_STEPS, num_seeds: int = NUM_SEEDS) -> StepTimes:
+        """Return the seconds of ``num_steps`` steps for each seed, starting with the scenario's own.
+
+        Raises ProgramError if too few steps of the program can be simulated or its times overflow, and ScenarioError
+        if the jittered time of one instruction does.
+        """
+        first, last = (SETTLED_STEPS, 1) if self._program.advance else (1, 0)
+        most = MAX_UNROLLED // max(self._program.body.num_instructions, 1) - first - last
+        count = min(num_steps, most)
+        if count < LEAST_STEPS or num_seeds < 1:
+            raise ProgramError(
+                f"{num_steps} steps of {self._program.body.num_instructions} instructions for {num_seeds} seeds were "
+                f"asked for; expected one seed or more, and {LEAST_STEPS} to {max(most, LEAST_STEPS)} steps of at "
+                f"most {MAX_UNROLLED} instructions in all. Simulate fewer microbatches or ranks under jitter."
+            )
+        unrolled = unroll(self._program, self._costs, first + count + last)
+        begin = self._scenario.seed or 0
+        rows = [self._ends(unrolled, begin + place)[first - 1 : first + count] for place in range(num_seeds)]
+        return StepTimes(seconds=np.array([[to_seconds(step) for step in np.diff(row).tolist()] for row in rows]))
+
+    def timeline(self, num_steps: int) -> Timeline:
+        """Return the timeline of the first steps, with the times of the scenario's own seed."""
+        unrolled = unroll(self._program, self._costs, num_steps)
+        return record_run(self._program, self._costs, self._run(unrolled, self._scenario.seed or 0))[0]
+
+    def _ends(self, unrolled: Unrolled, seed: int) -> NDArray[np.int64]:
+        """Return when each step ends in ps, shape (steps,)."""
+        run, step = self._run(unrolled, seed), unrolled.step
+        ends = np.zeros(int(step.max(initial=0)) + 1, np.int64)
+        np.maximum.at(ends, step, run.end_ps)
+        # A step of an asynchronous program may end after a later one; the differences still add up to the total.
+        return np.maximum.accumulate(ends)
+
+    def _run(self, unrolled: Unrolled, seed: int) -> SimulatedRun:
+        noisy = with_jitter(self._program, unrolled, self._scenario, self._cluster, seed, self._width)
+        network, start_ps, end_ps = run_unrolled(self._program, noisy, self._costs.host_ps, self._contention)
+        return SimulatedRun(unrolled=replace(noisy, network=network), network=network, start_ps=start_ps, end_ps=end_ps)
+
 
 # A run with more failures than this is taken never to end.
 MAX_FAILURES = 100_000

@@ -24,9 +24,7 @@ from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
-from meshwright.spec.errors import GraphMismatchError, PlanError, RunError
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
+from meshwright.spec import GraphMismatchError, Placement, Plan, PlanError, RunError
 from meshwright.training.adapters.shared import (
     RefusedSetting,
     microbatch_size,

@@ -25,9 +25,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 
 from meshwright.runtime import choose_device, join_group
 from meshwright.runtime.devices import own_device
-from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
+from meshwright.spec import Placement, Plan, PlanError, RunError
 from meshwright.training.adapters.shared import RefusedSetting, refuse_given, refuse_overridden, take_plan
 from meshwright.training.trainer import Trainer, prepare
 

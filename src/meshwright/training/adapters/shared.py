@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.placement import Placement
-from meshwright.spec.plan import Plan
+from meshwright.spec import Placement, Plan, PlanError, RunError
 from meshwright.spec.plan_files import read_plan
 
 

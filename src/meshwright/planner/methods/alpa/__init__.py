@@ -6,8 +6,7 @@ express                                            the placements as a plan expr
 """
 
 from meshwright.planner.methods.alpa.express import Expressed, express
-from meshwright.planner.methods.alpa.groups import AxisUse
-from meshwright.planner.methods.alpa.intra import amounts_of, place_ops
+from meshwright.planner.methods.alpa.intra import Placements, amounts_of, place_ops
 from meshwright.planner.methods.alpa.mesh import (
     AlphaBeta,
     AxisCosts,
@@ -15,7 +14,7 @@ from meshwright.planner.methods.alpa.mesh import (
     closed_form_mesh,
     mesh_of_cluster,
 )
-from meshwright.planner.methods.alpa.placements import Placements
+from meshwright.planner.methods.alpa.op_groups import AxisUse
 from meshwright.planner.methods.alpa.strategies import Amounts
 
 __all__ = [

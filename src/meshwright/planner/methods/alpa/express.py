@@ -2,10 +2,10 @@
 
 A plan has one sharding for all stages. Its replicas split samples only, its tensor axis anything but samples. So
 placements can be expressed if each axis of the mesh does one of the two, and at most one axis splits more than samples.
-The tensor axis is first laid out by its own rules (`program.sharding.rules`); every op that was placed differently gets
-a placement of its own, until propagation lays out all ops and tensors as the integer program did. What still differs
-cannot be expressed: sums that are scattered in one place and whole in another, or splits of single parts that no dim
-names.
+The tensor axis is first laid out by its own rules (`program.sharding.sharding_rules`); every op that was placed
+differently gets a placement of its own, until propagation lays out all ops and tensors as the integer program did. What
+still differs cannot be expressed: sums that are scattered in one place and whole in another, or splits of single parts
+that no dim names.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.planner.methods.alpa.groups import ATTENTION
+from meshwright.planner.methods.alpa.intra import Placements
 from meshwright.planner.methods.alpa.mesh import AXES
-from meshwright.planner.methods.alpa.placements import Placements
+from meshwright.planner.methods.alpa.op_groups import ATTENTION
 from meshwright.program.sharding.dims import OpSplit
 from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.propagate import Place, PropagationState, propagate
-from meshwright.program.sharding.rules import rule_for
-from meshwright.spec import PlanError
-from meshwright.spec.graph import Extent
-from meshwright.spec.sharding import UNSHARDED, Layout, OpPlacement, Replicate, Shard, Sharding
+from meshwright.program.sharding.sharding_rules import rule_for
+from meshwright.spec import Extent, OpPlacement, PlanError, Replicate, Shard, Sharding
+from meshwright.spec.sharding import UNSHARDED, Layout
 
 # Each round places the first op of every chain that differs; the ops after it are then usually right.
 _ROUNDS = 32

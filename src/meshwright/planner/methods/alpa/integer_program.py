@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.planner.methods.alpa.conversions import Integers
-from meshwright.planner.methods.alpa.mesh import Floats
+from meshwright.planner.methods.alpa.mesh import Floats, Integers
 from meshwright.solving import SparseRows, minimise
 from meshwright.spec import NoFeasiblePlanError
 

@@ -22,13 +22,11 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from meshwright.planner.methods.alpa.conversions import ConversionCosts, Have, Integers
-from meshwright.planner.methods.alpa.groups import AxisModel, OpGroup, RootSplit, Want
-from meshwright.planner.methods.alpa.mesh import AXES, Floats
+from meshwright.planner.methods.alpa.mesh import AXES, ConversionCosts, Floats, Have, Integers
+from meshwright.planner.methods.alpa.op_groups import AxisModel, OpGroup, RootSplit, Want
 from meshwright.program.sharding.dims import OpSplit, find_label
 from meshwright.program.sharding.propagate import Place
-from meshwright.spec import Graph
-from meshwright.spec.units import DTYPE_BYTES
+from meshwright.spec import DTYPE_BYTES, Graph
 
 _T = TypeVar("_T")
 # The terms of the objective that strategies contribute to.

@@ -9,6 +9,6 @@ program (a contract of the import linter). Variants for chains only are next to 
 
 from __future__ import annotations
 
-from meshwright.planner.methods.differentiable.method import differentiable
+from meshwright.planner.methods.differentiable.differentiable_method import differentiable
 
 __all__ = ["differentiable"]

@@ -31,7 +31,7 @@ from meshwright.planner.methods.flexflow.arrays import (
     Strategy,
 )
 from meshwright.planner.methods.flexflow.run import run_task
-from meshwright.simulator.heap import pop, push
+from meshwright.simulator.sharing import pop, push
 
 # More than any time.
 NO_LIMIT = 2**62

@@ -26,7 +26,7 @@ from meshwright.planner.placing.op_tasks import find_tasks
 from meshwright.program.sharding.calls import OpSignature, one
 from meshwright.program.sharding.dims import OpDims, OpSplit, find_label
 from meshwright.program.sharding.facts import AxisGraph
-from meshwright.program.sharding.table import operator_name
+from meshwright.program.sharding.placement_table import operator_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

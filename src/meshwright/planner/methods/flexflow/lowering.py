@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.cost.traits import operator_name
 from meshwright.planner.methods.flexflow.layers import SoapLayer, find_layers, sums_of
-from meshwright.program.sharding.local import local_attributes
+from meshwright.program.sharding.local_graphs import local_attributes
 from meshwright.spec import Extent, Graph, Layer, Op, PlanError, Tensor
 
 if TYPE_CHECKING:

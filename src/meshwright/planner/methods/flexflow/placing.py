@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from meshwright.planner.placing.earliest_finish import order_tasks
 from meshwright.planner.placing.op_tasks import find_tasks
-from meshwright.planner.placing.search import cut_stages
+from meshwright.planner.placing.placement_search import cut_stages, order_tasks
 from meshwright.spec import Placement
 
 if TYPE_CHECKING:

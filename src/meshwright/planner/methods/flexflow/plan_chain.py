@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.planner.adoption import adopt_schedule
-from meshwright.planner.method import Proposal
 from meshwright.planner.methods.flexflow.temperature import adjust, calibrate
+from meshwright.planner.search_method import Proposal
 from meshwright.spec import MeshwrightError, Plan, StagePlan, check_plan
 from meshwright.spec.plan import BASIC_SCHEDULES
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from meshwright.planner.evaluate import RankedPlan
-    from meshwright.planner.method import SearchState, Steps
     from meshwright.planner.problem import Problem
+    from meshwright.planner.search_method import SearchState, Steps
 from meshwright.planner.space import Space
 
 MOST_PLANS = 400

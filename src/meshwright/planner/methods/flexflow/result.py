@@ -11,16 +11,16 @@ from meshwright.planner.methods.flexflow.arrays import COUNT, HELD, ROW, TIME, e
 from meshwright.planner.methods.flexflow.chain import ACCEPTED, CUT, SIMULATED, WORSE, WORSE_ACCEPTED
 from meshwright.planner.methods.flexflow.configure import configure_all
 from meshwright.planner.methods.flexflow.full import simulate_all
-from meshwright.spec import DocumentError
+from meshwright.spec import DocumentError, format_bytes, format_seconds
 from meshwright.spec.plan_files import STRATEGY
-from meshwright.spec.units import PICOSECONDS_PER_SECOND, format_bytes, format_seconds
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from meshwright.planner.methods.flexflow.arrays import Integers
+    from meshwright.planner.methods.flexflow.search import StrategyArrays
     from meshwright.planner.methods.flexflow.space import SoapSpace
-    from meshwright.planner.methods.flexflow.starts import StrategyArrays
 
 SCHEMA = f"meshwright/{STRATEGY}/1"
 

@@ -2,25 +2,373 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshwright.planner.methods.flexflow.assemble import Edge, Weight, assemble
+from meshwright.cost.optimizers import state_bytes
+from meshwright.planner.methods.flexflow.arrays import Soap
 from meshwright.planner.methods.flexflow.layers import find_layers
-from meshwright.planner.methods.flexflow.machine import make_machine
-from meshwright.planner.methods.flexflow.parts import make_tables
-from meshwright.spec import PlanError
-from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
+from meshwright.simulator.routes import hop_links
+from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES, Extent, Graph, Layer, Op, PlanError, Tensor, to_picoseconds
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from meshwright.cost import CostModel
-    from meshwright.planner.methods.flexflow.arrays import Soap
+    from meshwright.planner.methods.flexflow.arrays import Floats, Integers
     from meshwright.planner.methods.flexflow.layers import SoapDim, SoapLayer
-    from meshwright.spec import Cluster, Graph, Workload
+    from meshwright.spec import Cluster, DeviceKind, Workload
+
+
+# From layers, edges and weights, one by one, to the arrays of a SOAP problem.
+
+
+class LayerTable(NamedTuple):
+    """The k candidates of a layer: ``degrees`` (k, M), ``pass_ps`` (k, kinds, 2), ``update_ps`` (k, kinds), bytes."""
+
+    degrees: Integers
+    pass_ps: Integers
+    update_ps: Integers
+    held_bytes: Integers
+    trains: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """A tensor from one layer to another; one entry per dim of it, as `arrays` describes them."""
+
+    source: int
+    target: int
+    length: tuple[int, ...]
+    made_by: tuple[int, ...]
+    read_by: tuple[int, ...]
+    window: tuple[tuple[int, int, int, int], ...]
+    element_bytes: int
+    has_gradient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """Gradients of a layer that are summed together: bytes of all, and which SOAP dims split them."""
+
+    layer: int
+    num_bytes: int
+    splits: tuple[bool, ...]
+
+
+class SoapMachine(NamedTuple):
+    """Devices and the links between them; see `arrays.Soap`."""
+
+    kind: Integers
+    limit_bytes: Integers
+    latency_ps: Integers
+    byte_ps: Floats
+    hops: Integers
+    num_links: int
+
+
+def assemble(
+    layers: Sequence[LayerTable],
+    edges: Sequence[Edge],
+    weights: Sequence[Weight],
+    machine: SoapMachine,
+    *,
+    barrier: bool = False,
+    penalty_ps_per_byte: int = 0,
+) -> Soap:
+    """The problem of these; edges go from earlier to later layers, weights are in the order of their layers."""
+    num_layers, rank = len(layers), max([len(edge.length) for edge in edges], default=1)
+    num_dims = layers[0].degrees.shape[1]
+    degrees = np.concatenate([layer.degrees for layer in layers])
+    parts = degrees.prod(axis=1)
+    shift = int(parts.max() - 1).bit_length()
+    # Part i of degrees (a, b, c) stands at (i // b // c % a, i // c % b, i % c).
+    inner = np.cumprod(degrees[:, ::-1], axis=1)[:, ::-1] // degrees
+    place = np.arange(1 << shift)[None, :, None] // inner[:, None] % degrees[:, None]
+
+    def rows(values: Sequence[tuple[int, ...]], fill: int) -> Integers:
+        table = np.full((len(values), rank), fill, np.int64)
+        for row, items in zip(table, values, strict=True):
+            row[: len(items)] = items
+        return table
+
+    windows = np.tile(np.array([1, 1, 0, 1], np.int64), (len(edges), rank, 1))
+    for row, edge in zip(windows, edges, strict=True):
+        row[: len(edge.window)] = edge.window
+    source = np.array([edge.source for edge in edges], np.int64)
+    target = np.array([edge.target for edge in edges], np.int64)
+    in_offsets, in_edges = _by_layer(target, num_layers)
+    out_offsets, out_edges = _by_layer(source, num_layers)
+    weight_layer = np.array([weight.layer for weight in weights], np.int64)
+    return Soap(
+        candidates=np.cumsum([0, *(len(layer.degrees) for layer in layers)], dtype=np.int64),
+        degrees=degrees,
+        parts=parts,
+        place=place,
+        pass_ps=np.maximum(np.concatenate([layer.pass_ps for layer in layers]), 1),
+        update_ps=np.concatenate([layer.update_ps for layer in layers]),
+        held_bytes=np.concatenate([layer.held_bytes for layer in layers]),
+        trains=np.array([layer.trains for layer in layers]),
+        source=source,
+        target=target,
+        element_bytes=np.array([edge.element_bytes for edge in edges], np.int64),
+        has_gradient=np.array([edge.has_gradient for edge in edges], np.bool_),
+        made_by=rows([edge.made_by for edge in edges], -1),
+        read_by=rows([edge.read_by for edge in edges], -1),
+        length=rows([edge.length for edge in edges], 1),
+        window=windows,
+        in_offsets=in_offsets,
+        in_edges=in_edges,
+        out_offsets=out_offsets,
+        out_edges=out_edges,
+        weight_offsets=np.searchsorted(weight_layer, np.arange(num_layers + 1)).astype(np.int64),
+        weight_layer=weight_layer,
+        weight_bytes=np.array([weight.num_bytes for weight in weights], np.int64),
+        splits_weight=np.array([weight.splits for weight in weights], np.bool_).reshape(-1, num_dims),
+        kind=machine.kind,
+        limit_bytes=machine.limit_bytes,
+        latency_ps=machine.latency_ps,
+        byte_ps=machine.byte_ps,
+        hops=machine.hops,
+        num_links=machine.num_links,
+        shift=shift,
+        barrier=barrier,
+        penalty_ps_per_byte=penalty_ps_per_byte,
+    )
+
+
+def _by_layer(ends: Integers, num_layers: int) -> tuple[Integers, Integers]:
+    """Offsets by layer, and the edges of each, ascending."""
+    edges = np.argsort(ends, kind="stable").astype(np.int64)
+    return np.searchsorted(ends[edges], np.arange(num_layers + 1)).astype(np.int64), edges
+
+
+# What the parts of layers take: a graph of parts, one of every candidate of every distinct layer, estimated at once.
+#
+# A part is the layer's ops on its share of each tensor; what is not split stays whole. FLOPs are shared out alike. The
+# cost model estimates these ops as those of any graph, so a part of an eighth of the rows costs what an op of so many
+# rows costs, not an eighth. Layers that differ in nothing but their names have the same parts.
+
+_HELD = ("parameter", "buffer", "constant")
+
+
+def make_tables(
+    graph: Graph, layers: Sequence[SoapLayer], workload: Workload, cost: CostModel, most_parts: int
+) -> list[LayerTable]:
+    """The candidates of all layers with up to ``most_parts`` parts, and what these take on each kind of device."""
+    num_dims = max([len(layer.dims) for layer in layers], default=1) or 1
+    writer = _Writer(graph, workload.global_batch)
+    known: dict[Hashable, tuple[Integers, list[int]]] = {}
+    found: list[tuple[Integers, list[int]]] = []
+    for layer in layers:
+        key = writer.signature(layer)
+        if key not in known:
+            degrees = candidate_degrees([dim.size for dim in layer.dims], most_parts, num_dims)
+            known[key] = degrees, [writer.write(layer, row) for row in degrees]
+        found.append(known[key])
+    parts = writer.graph_of_parts()
+    kinds = cost.cluster.device_kinds
+    costs = [_estimate(parts, writer, workload, cost, kind) for kind in kinds]
+    bytes_of = [_held_bytes(parts, part, workload) for part in range(len(parts.layers))]
+    trains = [
+        graph.mode == "training"
+        and any(graph.tensors[t].requires_grad for op in layer.ops for t in graph.ops[op].outputs)
+        for layer in layers
+    ]
+    return [
+        LayerTable(
+            degrees=degrees,
+            pass_ps=np.stack([times[numbers, :2] for times in costs], axis=1),
+            update_ps=np.stack([times[numbers, 2] for times in costs], axis=1),
+            held_bytes=np.array([bytes_of[number] for number in numbers], np.int64),
+            trains=is_trained,
+        )
+        for (degrees, numbers), is_trained in zip(found, trains, strict=True)
+    ]
+
+
+def candidate_degrees(sizes: Sequence[int], most_parts: int, num_dims: int) -> Integers:
+    """All degrees that divide these sizes with a product of ``most_parts`` at most, shape (candidates, num_dims)."""
+    legal = [[degree for degree in range(1, most_parts + 1) if size % degree == 0] for size in sizes]
+    rows = [row for row in product(*legal) if np.prod(row) <= most_parts]
+    return np.array([row + (1,) * (num_dims - len(row)) for row in rows], np.int64).reshape(-1, num_dims)
+
+
+def _estimate(parts: Graph, writer: _Writer, workload: Workload, cost: CostModel, kind: DeviceKind) -> Integers:
+    """Forward, backward and optimizer step of each part on a kind of device, ps of shape (parts, 3)."""
+    if not parts.ops:
+        return np.zeros((len(parts.layers), 3), np.int64)
+    costs = cost.estimate_ops(parts, 1, kind)
+    seconds = np.stack([costs.forward_s, costs.backward_s], axis=1)
+    found = np.zeros((len(parts.layers), 3), np.int64)
+    for number, part in enumerate(parts.layers):
+        forward, backward = seconds[part.start : part.stop].sum(axis=0)
+        update = 0.0
+        if parts.mode == "training":
+            update = cost.optimizer_seconds(parts, writer.parameters[number], workload.optimizer, kind)
+        found[number] = to_picoseconds(forward), to_picoseconds(backward), to_picoseconds(update)
+    return found
+
+
+def _held_bytes(parts: Graph, number: int, workload: Workload) -> int:
+    """Parameters, gradients and states of a part, and what its backward needs."""
+    layer, width = parts.layers[number], workload.float_bytes
+    ops = parts.ops[layer.start : layer.stop]
+    held = [parts.tensors[t] for t in dict.fromkeys(t for op in ops for t in op.inputs)]
+    found = sum(tensor.num_bytes(1, width) for tensor in held if tensor.role in _HELD)
+    if parts.mode == "training":
+        states = workload.numbers.gradient_bytes + state_bytes(workload.optimizer, workload.precision)
+        trained = (tensor for tensor in held if tensor.role == "parameter" and tensor.requires_grad)
+        found += sum(tensor.num_elements(1) * states for tensor in trained) + parts.saved_bytes(
+            ops, 1, float_bytes=width
+        )
+    return found
+
+
+class _Writer:
+    """Writes parts of layers down as ops of one graph, for a batch of the whole layer's size."""
+
+    def __init__(self, graph: Graph, batch_size: int) -> None:
+        self.graph, self.batch_size = graph, batch_size
+        self.tensors: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.layers: list[Layer] = []
+        self.parameters: list[tuple[int, ...]] = []
+
+    def signature(self, layer: SoapLayer) -> Hashable:
+        """Equal for layers whose parts take the same."""
+        seen: dict[int, int] = {}
+
+        def named(tensors: Sequence[int]) -> Hashable:
+            return tuple(
+                (seen.setdefault(t, len(seen)), item.shape, item.dtype, item.role, item.requires_grad)
+                for t in tensors
+                for item in (self.graph.tensors[t],)
+            )
+
+        ops = tuple(
+            (op.kind, op.attributes, named(op.inputs), named(op.outputs), named(op.saved), op.flops, op.backward_flops)
+            for op in (self.graph.ops[index] for index in layer.ops)
+        )
+        dims = tuple(
+            (dim.size, tuple(sorted((seen[t], place) for t, place in dim.places.items() if t in seen)))
+            for dim in layer.dims
+        )
+        return ops, dims
+
+    def write(self, layer: SoapLayer, degrees: Integers) -> int:
+        """Add the ops of a part; return its number."""
+        local: dict[int, int] = {}
+        start = len(self.ops)
+        for index in layer.ops:
+            op = self.graph.ops[index]
+            share = int(
+                np.prod([d for dim, d in zip(layer.dims, degrees, strict=False) if index in dim.ops], initial=1)
+            )
+            for tensor in (*op.inputs, *op.outputs, *op.saved):
+                if tensor not in local:
+                    is_made = tensor in op.outputs or (tensor in op.saved and tensor not in op.inputs)
+                    local[tensor] = self._local(layer, degrees, tensor, local, share, is_made=is_made)
+            self.ops.append(
+                replace(
+                    op,
+                    inputs=tuple(local[t] for t in op.inputs),
+                    outputs=tuple(local[t] for t in op.outputs),
+                    saved=tuple(local[t] for t in op.saved),
+                    flops=Extent(op.flops.at(self.batch_size) // share),
+                    backward_flops=Extent(op.backward_flops.at(self.batch_size) // share),
+                )
+            )
+        self.parameters.append(tuple(local[t] for t in local if self.graph.tensors[t].role == "parameter"))
+        self.layers.append(Layer(name=f"part{len(self.layers)}", start=start, stop=len(self.ops)))
+        return len(self.layers) - 1
+
+    def _local(
+        self, layer: SoapLayer, degrees: Integers, tensor: int, local: dict[int, int], share: int, *, is_made: bool
+    ) -> int:
+        """The part of a tensor; of one that only the backward sees, and that no dim splits, an equal share."""
+        whole = self.graph.tensors[tensor]
+        shape = [extent.at(self.batch_size) for extent in whole.shape]
+        if whole.role == "saved":
+            elements = int(np.prod(shape, initial=1))
+            shape = [-(-elements // share)]
+        for dim, degree in zip(layer.dims, degrees, strict=False):
+            if tensor in dim.places:
+                place, (stride, _, width) = dim.places[tensor][0], dim.windows.get(tensor, (1, 0, 1))
+                own = dim.size // degree if tensor in dim.windows else shape[place] // degree
+                shape[place] = min(shape[place], (int(own) - 1) * stride + width)
+        number = len(self.tensors)
+        shared = local.get(whole.storage, number)
+        self.tensors.append(
+            replace(
+                whole,
+                shape=tuple(map(Extent, map(int, shape))),
+                role=whole.role if is_made or whole.role in _HELD else "input",
+                storage=self.tensors[shared].storage if shared != number else number,
+            )
+        )
+        return number
+
+    def graph_of_parts(self) -> Graph:
+        """All parts that were written."""
+        return Graph(
+            name=f"parts of {self.graph.name}",
+            tensors=tuple(self.tensors),
+            ops=tuple(self.ops),
+            layers=tuple(self.layers),
+            inputs=(),
+            outputs=(),
+            mode=self.graph.mode,
+            batch_size=1,
+        )
+
+
+# The devices of a cluster as FlexFlow sees them: messages of latency + bytes / bandwidth, on links that they hold.
+#
+# Both figures are of the cost model's costs of two sends, a short and a long one; pairs of devices of the same kinds on
+# the same kinds of nodes cost the same. Links are those of the simulator's routes: one per direction between two
+# devices of a node, the NICs of both nodes, uplinks of racks.
+
+_SHORT, _LONG = 1024, 64 * 2**20
+
+
+def make_machine(cluster: Cluster, cost: CostModel, num_devices: int) -> SoapMachine:
+    """The first devices of a cluster."""
+    columns = cluster.columns()
+    latency = np.zeros((num_devices, num_devices), np.int64)
+    per_byte = np.zeros((num_devices, num_devices))
+    known: dict[Hashable, tuple[int, float]] = {}
+    for here, there in zip(*np.nonzero(~np.eye(num_devices, dtype=bool)), strict=True):
+        nodes = int(columns.node[here]), int(columns.node[there])
+        key = columns.kind[here], columns.kind[there], nodes
+        if key not in known:
+            known[key] = _line(cost, int(here), int(there))
+        latency[here, there], per_byte[here, there] = known[key]
+    everyone = np.arange(num_devices)
+    hops = hop_links(cluster, everyone[:, None] + 0 * everyone, everyone + 0 * everyone[:, None])
+    numbers, dense = np.unique(hops, return_inverse=True)
+    first = int(numbers[0] == -1)
+    return SoapMachine(
+        kind=columns.kind[:num_devices].astype(np.int64),
+        limit_bytes=np.array([cluster.device_kind(rank).memory_bytes for rank in range(num_devices)], np.int64),
+        latency_ps=latency,
+        byte_ps=per_byte,
+        hops=np.moveaxis(dense.reshape(hops.shape) - first, 0, -1).astype(np.int64).copy(),
+        num_links=len(numbers) - first,
+    )
+
+
+def _line(cost: CostModel, here: int, there: int) -> tuple[int, float]:
+    """Latency in ps and ps per byte of messages from one device to another."""
+    short, long = (cost.collective_seconds("send", (here, there), size) for size in (_SHORT, _LONG))
+    per_byte = max(long - short, 0.0) / (_LONG - _SHORT)
+    latency = max(short - _SHORT * per_byte, 0.0)
+    return round(latency * PICOSECONDS_PER_SECOND), per_byte * PICOSECONDS_PER_SECOND
+
 
 # The original's penalty of 1 ms for each MB beyond a device's memory (FlexFlow, simulator.cc).
 PENALTY_PS_PER_BYTE = 1000

@@ -7,7 +7,7 @@ simulated whose bound is below the best simulated step (`method`), and that may 
 from the backwards of single layers, `moments`).
 """
 
-from meshwright.planner.methods.grid.method import grid
+from meshwright.planner.methods.grid.grid_method import grid
 from meshwright.planner.methods.grid.sheet import Configuration, ConfigurationGrid, bound_grid
 
 __all__ = ["Configuration", "ConfigurationGrid", "bound_grid", "grid"]

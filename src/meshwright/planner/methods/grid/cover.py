@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.planner.buckets import sum_in_buckets
-from meshwright.planner.even_slices import even_edges
+from meshwright.planner.exchange_search import sum_in_buckets
+from meshwright.planner.rank_layouts import even_edges
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -10,11 +10,15 @@ selection if there are too many cuts; `recurrence` is the dynamic program, `leve
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019), section 3.1.
 """
 
-from meshwright.planner.methods.pipedream.levels import Level, PipeDreamOptions
-from meshwright.planner.methods.pipedream.method import pipedream
-from meshwright.planner.methods.pipedream.orders import count_states
-from meshwright.planner.methods.pipedream.planning import PipedreamPlan, PipedreamStage, plan_profile
-from meshwright.planner.methods.pipedream.profile import Profile, load_profile, make_profile, parse_profile
+from meshwright.planner.methods.pipedream.pipedream_method import (
+    PipedreamPlan,
+    PipedreamStage,
+    count_states,
+    pipedream,
+    plan_profile,
+)
+from meshwright.planner.methods.pipedream.profile_states import Profile, load_profile, make_profile, parse_profile
+from meshwright.planner.methods.pipedream.recurrence import Level, PipeDreamOptions
 
 __all__ = [
     "Level",

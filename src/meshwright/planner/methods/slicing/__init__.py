@@ -6,9 +6,8 @@ a known result are skipped. The most promising candidates are simulated; if one 
 its problem follows.
 """
 
-from meshwright.planner.methods.slicing.candidates import CandidateSearch, PlanCandidate
-from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem
-from meshwright.planner.methods.slicing.method import slicing
-from meshwright.planner.methods.slicing.slicing import Slicing, solve_slicing
+from meshwright.planner.methods.slicing.dynamic_program import Slicing, SlicingProblem, solve_slicing
+from meshwright.planner.methods.slicing.slicing_candidates import CandidateSearch, PlanCandidate
+from meshwright.planner.methods.slicing.slicing_method import slicing
 
 __all__ = ["CandidateSearch", "PlanCandidate", "Slicing", "SlicingProblem", "slicing", "solve_slicing"]

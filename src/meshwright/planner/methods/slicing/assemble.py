@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import backend_of
-from meshwright.planner.layouts import Places
 from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem
+from meshwright.planner.rank_layouts import Places
 from meshwright.planner.stage_tables import StageBytesTable, Tables
 from meshwright.spec import GradientExchange, Offload, Workload
 from meshwright.spec.offload import ON_DEVICE

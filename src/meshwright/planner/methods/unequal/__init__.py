@@ -8,18 +8,22 @@
 `virtual_workers`  HetPipe's pipelines of unequal devices, side by side in waves
 """
 
-from meshwright.planner.methods.unequal.groups import DeviceClass, count_states, find_classes, find_groups
-from meshwright.planner.methods.unequal.mapping import Mapping, solve_mapping
-from meshwright.planner.methods.unequal.method import unequal
-from meshwright.planner.methods.unequal.shares import optimal_shares
-from meshwright.planner.methods.unequal.stage_table import (
+from meshwright.planner.methods.unequal.mapping import (
     KEEPS_ALL,
     KEEPS_ONE,
     KEEPS_SOME,
+    DeviceClass,
+    Mapping,
     MappingProblem,
     StageTable,
+    count_states,
     estimate_stages,
+    find_classes,
+    find_groups,
+    solve_mapping,
 )
+from meshwright.planner.methods.unequal.shares import optimal_shares
+from meshwright.planner.methods.unequal.unequal_method import unequal
 from meshwright.planner.methods.unequal.virtual_workers import (
     POLICIES,
     VirtualWorker,

@@ -15,7 +15,7 @@ import torch
 from meshwright.rewrite.terms import TensorType
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.fx.read import Reader
+    from meshwright.rewrite.fx.reading import Reader
 
 Found: TypeAlias = "int | tuple[int, ...] | None"
 Converter: TypeAlias = "Callable[[Reader, dict[str, Any]], Found]"

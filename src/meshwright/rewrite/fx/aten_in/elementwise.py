@@ -10,7 +10,7 @@ from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, IN_PLACE, conv
 
 if TYPE_CHECKING:
     from meshwright.rewrite.fx.aten_in.declaration import Converter, Found
-    from meshwright.rewrite.fx.read import Reader
+    from meshwright.rewrite.fx.reading import Reader
 
 
 _UNARY = {

@@ -9,7 +9,7 @@ from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, as_tuple, conv
 
 if TYPE_CHECKING:
     from meshwright.rewrite.fx.aten_in.declaration import Converter, Found
-    from meshwright.rewrite.fx.read import Reader
+    from meshwright.rewrite.fx.reading import Reader
 
 
 def _reduction(operator: str) -> Converter:

@@ -13,40 +13,300 @@ import numpy as np
 
 from meshwright.compiled import compiled
 from meshwright.serving.policies.decisions import choose, decide, decide_to_drop
+from meshwright.serving.policies.deferred import begin_batch, typically
+from meshwright.serving.policies.meter import measure_rate
+from meshwright.serving.policies.ordering import expect_no_faster, observe, trust
 from meshwright.serving.policies.pool import (
+    BEGAN,
+    BUSY,
     CHOSEN,
     DECISION,
+    DELAY,
+    DEVICE,
+    DOWN,
     DROP,
+    END,
+    FREE_AT,
+    GUARD,
     HEAD,
+    KEEPS_ENDS,
+    LATE,
+    MODEL,
+    MOST,
+    NEVER,
+    NOMINAL,
     NUM_CHOSEN,
     NUM_DECISIONS,
+    NUM_DEVICES,
+    NUM_IDLE,
     NUM_QUEUED,
     NUM_QUEUES,
+    NUM_UP,
     OWN,
+    READY,
+    REST,
+    SLACK,
+    SLOWNESS,
     TAIL,
+    TIMER,
+    TYPICAL,
     WIDTH,
     Ints,
+    allocate_pool,
 )
-from meshwright.serving.policies.queues import clear
-from meshwright.serving.policies.sharding import FREE
+from meshwright.serving.policies.queues import (
+    clear,
+    drop_late,
+    enter,
+    first_due,
+    first_of,
+    idle_device,
+    is_in,
+    latency_of,
+    latency_on,
+    least_of,
+    least_slowness,
+    length_of,
+    put,
+    refuse,
+    rest,
+    size_of,
+    take_out,
+)
+from meshwright.serving.policies.sharding import CANDIDATE, FREE, GRANT, TAKEN, UNUSED
 from meshwright.serving.policies.sharding.mailboxes import WIDTH as ROW_WIDTH
-from meshwright.serving.policies.sharding.mailboxes import cells_of_mailbox, receive
-from meshwright.serving.policies.sharding.rank import (
-    CELLS_OF_QUEUE,
-    allocate_rank,
-    next_of_rank,
-    take_rank_row,
-    wake_rank,
-)
-from meshwright.serving.policies.sharding.shard import (
-    allocate_shard,
-    next_of_shard,
-    take_arrival,
-    take_grant,
-    tell_candidates,
-    wake_shard,
-)
+from meshwright.serving.policies.sharding.mailboxes import cells_of_mailbox, receive, room_in, send
 from meshwright.spec import ServingError
+
+# The rank: the devices, and for each queue of all shards the batch that it could run next.
+#
+# A candidate whose window has started is granted an idle device; among several, the one whose window ends first
+# (`deferred`). Until its shard has answered, candidates of that queue are outdated and ignored. Queue q of all is queue
+# q // S of shard q % S. In the rank's pool the queues hold no requests: ``TIMER`` is the start of windows, ``READY``
+# the end of those that have started. If the pool keeps ends (``END``), a device is taken to be free at the end that its
+# shard announced, as in Symphony; otherwise it is free when the driver says so. Own cells: for each queue the end of
+# its window, when its first request is due, and whether it has been granted a device.
+
+# Columns of own cells, with a cell for each queue.
+_WINDOW_END, _DUE, _IS_GRANTED = range(3)
+CELLS_OF_QUEUE = 3
+
+
+def allocate_rank(facts: dict[str, Any], num_more: int = 0, *, keep_ends: bool = False) -> Ints:
+    """Return the rank's pool for the arguments of `allocate_pool`; ``num_more`` own cells follow those that it uses."""
+    num_own = CELLS_OF_QUEUE * len(np.asarray(facts["latency"])) + num_more
+    return allocate_pool(**{**facts, "num_own": num_own, "keep_ends": keep_ends})
+
+
+@compiled
+def take_rank_row(pool: Ints, row: Ints, now: int, boxes: Ints) -> None:
+    """Handle a message, with the queue's number across shards, or a free device; ``boxes``: a mailbox to each shard."""
+    kind, queue, device = row[0], row[2], row[3]
+    if kind == CANDIDATE:
+        if row[7] > 0 and idle_device(pool) >= 0:
+            trust(pool, now, idle_device(pool))
+        if pool[_cell(pool, _IS_GRANTED, queue)] == 0:
+            _take_candidate(pool, now, queue, row[3], row[4], row[5], row[6], boxes)
+            _match(pool, now, boxes)
+    elif kind == TAKEN:
+        pool[_cell(pool, _IS_GRANTED, queue)] = 0
+        pool[pool[BEGAN] + device] = row[4]
+        pool[pool[FREE_AT] + device] = row[5]
+        if pool[KEEPS_ENDS]:
+            put(pool, END, device, row[5])
+    elif kind == UNUSED:
+        pool[_cell(pool, _IS_GRANTED, queue)] = 0
+        if pool[pool[DEVICE] + device] != DOWN:
+            _use(pool, now, device, boxes)
+    elif kind == FREE:
+        observe(pool, now, device)
+        _use(pool, now, device, boxes)
+
+
+@compiled
+def wake_rank(pool: Ints, now: int, boxes: Ints) -> None:
+    """Handle a device that is taken to be free, or the start of a window."""
+    if least_of(pool, END, NEVER) <= now:
+        _use(pool, now, first_of(pool, END), boxes)
+    elif least_of(pool, TIMER, NEVER) <= now:
+        _offer(pool, now, first_of(pool, TIMER), boxes)
+
+
+@compiled
+def next_of_rank(pool: Ints) -> int:
+    """Return when the rank must be woken."""
+    return min(least_of(pool, END, NEVER), least_of(pool, TIMER, NEVER))
+
+
+@compiled
+def _take_candidate(pool: Ints, now: int, queue: int, begin: int, end: int, size: int, due: int, boxes: Ints) -> None:
+    """Update the candidate of a queue; one that was ready stays ready."""
+    if size == 0:
+        take_out(pool, TIMER, queue)
+        take_out(pool, READY, queue)
+        return
+    pool[_cell(pool, _WINDOW_END, queue)], pool[_cell(pool, _DUE, queue)] = end, due
+    if begin <= now or is_in(pool, READY, queue):
+        _offer(pool, now, queue, boxes)
+    else:
+        put(pool, TIMER, queue, begin)
+
+
+@compiled
+def _use(pool: Ints, now: int, device: int, boxes: Ints) -> None:
+    """Mark a device as idle, and grant it if a candidate is ready."""
+    rest(pool, device)
+    _match(pool, now, boxes)
+
+
+@compiled
+def _match(pool: Ints, now: int, boxes: Ints) -> None:
+    """Grant idle devices to the ready candidates whose windows end first."""
+    while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
+        if not _offer(pool, now, first_of(pool, READY), boxes):
+            return
+
+
+@compiled
+def _offer(pool: Ints, now: int, queue: int, boxes: Ints) -> bool:
+    """Grant a ready candidate an idle device, unless that is too slow for its first request; return whether it was.
+
+    A request that all devices are too slow for is dropped by its shard, which therefore gets the grant: the requests
+    behind it may be in time.
+    """
+    take_out(pool, TIMER, queue)
+    device, begin, due = idle_device(pool), now + pool[DELAY], pool[_cell(pool, _DUE, queue)]
+    hoped = least_slowness(pool, queue, begin, due)
+    expect_no_faster(pool, hoped)
+    soonest = begin + latency_of(pool, queue, 1) * hoped // NOMINAL
+    if device < 0 or soonest <= due < begin + latency_on(pool, queue, 1, device):
+        put(pool, READY, queue, pool[_cell(pool, _WINDOW_END, queue)])
+        return False
+    take_out(pool, READY, queue)
+    take_out(pool, REST, device)
+    pool[NUM_IDLE] -= 1
+    pool[pool[DEVICE] + device] = BUSY
+    pool[_cell(pool, _IS_GRANTED, queue)] = 1
+    slowness, shards = pool[pool[SLOWNESS] + device], len(boxes)
+    box = boxes[queue % shards]
+    send(box, GRANT, now, queue // shards, device, slowness, pool[TYPICAL], pool[NUM_UP], hoped)
+    return True
+
+
+@compiled
+def _cell(pool: Ints, column: int, queue: int) -> int:
+    return pool[OWN] + column * pool[NUM_QUEUES] + queue
+
+
+# A shard: the queues of some models, numbered from 0, in its own pool.
+#
+# As in `deferred`, requests wait for a larger batch until their schedulable window starts; but only the rank knows
+# whether a device is idle. So a shard sends it each queue's window, as the **candidate** to run next, whenever it has
+# changed, and makes a batch when it is granted a device. In its pool, ``TIMER`` is when the first request of a queue
+# can no longer be in time even alone; ``READY`` has the queues whose candidate is still to be sent, the most urgent
+# first: only the newest counts, so a full mailbox blocks nothing. Own cells: for each queue, the requests dropped as
+# late since the last message to the rank.
+
+# `begin_batch` keeps no devices in reserve.
+_NONE_SPARE = 101
+
+
+def allocate_shard(facts: dict[str, Any], number: int, count: int) -> Ints:
+    """Return the pool of shard ``number`` of ``count``: models ``number``, ``number + count``, … of `allocate_pool`."""
+    mine = slice(number, None, count)
+    latency = np.asarray(facts["latency"])[mine]
+    capacity = np.broadcast_to(facts.get("capacity", 1024), len(facts["latency"]))[mine]
+    slo = np.broadcast_to(facts["slo"], len(facts["latency"]))[mine]
+    own = {**facts, "latency": latency, "slo": slo, "capacity": capacity, "num_own": len(latency), "keep_ends": False}
+    pool = allocate_pool(**own)
+    # Replaced by the number in the first grant.
+    pool[NUM_UP] = facts["num_devices"]
+    return pool
+
+
+@compiled
+def take_arrival(pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
+    """Enqueue a request unless it would be late."""
+    measure_rate(pool, now, queue)
+    if deadline - pool[SLACK] < now + pool[DELAY] + latency_of(pool, queue, 1):
+        refuse(pool, now, queue, request, LATE)
+    elif enter(pool, now, queue, request, deadline):
+        _look_again(pool, now, queue)
+
+
+@compiled
+def take_grant(
+    pool: Ints,
+    now: int,
+    queue: int,
+    device: int,
+    slowness: int,
+    typical: int,
+    num_up: int,
+    hoped: int,
+    window: int,
+    box: Ints,
+) -> None:
+    """Start a batch on the granted device, or return it to the rank."""
+    pool[pool[SLOWNESS] + device] = slowness
+    pool[TYPICAL], pool[NUM_UP] = typical, num_up
+    _drop_late(pool, now, queue, hoped)
+    if length_of(pool, queue) > 0 and now + pool[DELAY] + latency_on(pool, queue, 1, device) <= first_due(pool, queue):
+        rest(pool, device)
+        begin_batch(pool, now, queue, device, _NONE_SPARE, window)
+        send(box, TAKEN, now, queue, device, pool[pool[BEGAN] + device], pool[pool[FREE_AT] + device], 0, 0)
+    else:
+        send(box, UNUSED, now, queue, device, 0, 0, 0, 0)
+    _look_again(pool, now, queue)
+
+
+@compiled
+def wake_shard(pool: Ints, now: int) -> None:
+    """Handle a queue whose first request can no longer be in time."""
+    if least_of(pool, TIMER, NEVER) <= now:
+        _look_again(pool, now, first_of(pool, TIMER))
+
+
+@compiled
+def tell_candidates(pool: Ints, now: int, box: Ints) -> None:
+    """Send changed candidates to the rank, leaving the room that answers to all grants may need."""
+    while size_of(pool, READY) > 0 and room_in(box) > pool[NUM_DEVICES]:
+        queue = first_of(pool, READY)
+        take_out(pool, READY, queue)
+        lost, length = pool[OWN] + queue, length_of(pool, queue)
+        if length == 0:
+            send(box, CANDIDATE, now, queue, 0, 0, 0, 0, pool[lost])
+        else:
+            due = first_due(pool, queue)
+            size = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
+            begin = due - pool[DELAY] - pool[GUARD] - typically(pool, queue, size + 1)
+            end = due - pool[DELAY] - typically(pool, queue, size)
+            send(box, CANDIDATE, now, queue, begin, end, size, due, pool[lost])
+        pool[lost] = 0
+
+
+@compiled
+def next_of_shard(pool: Ints) -> int:
+    """Return when a shard must be woken."""
+    return least_of(pool, TIMER, NEVER)
+
+
+@compiled
+def _look_again(pool: Ints, now: int, queue: int) -> None:
+    """Update a changed queue: its timer, and its candidate, which is to be sent."""
+    _drop_late(pool, now, queue, NOMINAL)
+    if length_of(pool, queue) == 0:
+        take_out(pool, TIMER, queue)
+        put(pool, READY, queue, now)
+    else:
+        due = first_due(pool, queue)
+        put(pool, TIMER, queue, due - pool[DELAY] - latency_of(pool, queue, 1) + 1)
+        put(pool, READY, queue, due)
+
+
+@compiled
+def _drop_late(pool: Ints, now: int, queue: int, slowness: int) -> None:
+    pool[pool[OWN] + queue] += drop_late(pool, now, queue, now + pool[DELAY], slowness)
 
 
 class Sharded(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.spec import ServingError, own_code
-from meshwright.spec.beside import folder_at
+from meshwright.spec.own_code import folder_at
 
 Hook = Callable[[Any], Any]
 

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright.serving.datatypes import NUMPY_TYPES
+from meshwright.serving.counted import NUMPY_TYPES
 from meshwright.serving.server.models.programs import load_program
 from meshwright.serving.server.models.runnable import Arrays
 from meshwright.serving.server.models.tensors import Arguments, as_arguments, parameters_of, to_tensor
 from meshwright.spec import ServedModel, ServingError, TensorSpec, own_code
 from meshwright.zoo import load_model
-from meshwright.zoo.files import call_function, check_result, load_function, refuse_unallocated
+from meshwright.zoo.model_files_of_zoo import call_function, check_result, load_function, refuse_unallocated
 from meshwright.zoo.references import seeded
 
 

@@ -24,7 +24,7 @@ from meshwright.serving.server.models.runnable import LARGEST, Arrays, DeviceLos
 from meshwright.serving.server.models.sources import load_source, zeros_of
 from meshwright.serving.server.models.tensors import as_arguments, named_tensors, spec_of, to_array, to_tensor
 from meshwright.spec import ServedModel, ServingError, TensorSpec, own_code
-from meshwright.spec.beside import afresh, folder_at
+from meshwright.spec.own_code import afresh, folder_at
 
 _TRIED = (1, 2, 3)
 

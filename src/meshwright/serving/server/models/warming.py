@@ -14,8 +14,7 @@ import numpy as np
 
 from meshwright.serving.server.models.batches import check_answers
 from meshwright.serving.server.models.runnable import RAISED, DeviceLost, Runnable
-from meshwright.spec import BatchMeasurement, ServingError
-from meshwright.spec.measurements import MIN_SECONDS
+from meshwright.spec import MIN_SECONDS, BatchMeasurement, ServingError
 
 REPEATS = 20
 # Share of the time for growing: a size that was started within it is finished.

@@ -1,0 +1,344 @@
+"""Seconds and bytes of every possible stage i:j of a graph at one microbatch size: the stage costs of all methods."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel, StageMemory
+from meshwright.cost.host_costs import HostCosts
+from meshwright.cost.memory import Backend, as_kept, backend_of, weigh_tensors
+from meshwright.cost.memory.ledger import BACKWARD_FIRST, BACKWARD_LATER, FORWARD, NUM_MOMENTS, STEP
+from meshwright.planner.stage_tables.structure import Integers, Structure
+from meshwright.spec import RNG_STATE_BYTES, Cluster, DeviceKind, Graph, Offload, StageSlice, Workload, slice_graph
+from meshwright.spec.offload import ON_DEVICE
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
+
+# Bytes of every possible stage i:j of a graph at one microbatch size, at the peak of a step.
+#
+# Static memory, what a microbatch keeps and what crosses boundaries are exact, found by rectangles (`structure`). What
+# computations need in addition (`cost.memory.ledger`) is known exactly only from a walk through the stage's ops. Until
+# a stage is walked, it has a lower bound from walks through single layers l,
+#
+#     forward      max over l of  saved(i, l) + F(l)  + received(i, j)
+#     backward     max over l of  B(l) - received(l) + Σ over the layers m behind l of their largest change
+#
+# where a layer behind frees what it keeps or received and, in a first backward without a gradient reduction, leaves its
+# gradients; with one they are in buckets. Bytes that only the single layer has are left out. If activations are in host
+# memory, a microbatch keeps what the last layer saved, saved(i, l) is 0, and only the backward of the last layer
+# counts. So no stage that fits is ever excluded, and `settle` replaces bounds by exact figures for the stages of plans
+# that turn out not to fit.
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageBytesTable:
+    """Bytes of stages i:j, float64 of shape (L, L + 1), whole numbers; ``flight`` and ``leaving`` are per microbatch.
+
+    ``parameters`` and ``states`` are parts of ``static``. ``inputs`` are of one microbatch, present for all of a step.
+    ``most`` (2, L, L + 1, 4) is that of `SlicingProblem`: the only table that `settle` changes besides ``leaving``.
+    ``crossing_forward`` and ``crossing_backward`` (L,): bytes of one microbatch over the boundary before layer i.
+    """
+
+    static: Floats
+    parameters: Floats
+    states: Floats
+    flight: Floats
+    leaving: Floats
+    inputs: Floats
+    exchange: Floats
+    most: Floats
+    crossing_forward: Floats
+    crossing_backward: Floats
+
+    def settle(self, i: int, j: int, memory: StageMemory, *, exchanges: bool) -> None:
+        """Replace a lower bound by the result of a walk."""
+        extra = memory.microbatch_bytes - self.flight[i, j] - self.leaving[i, j]
+        self.leaving[i, j] += extra
+        self.most[int(exchanges), i, j] = memory.most_bytes()
+
+
+def stage_bytes(
+    graph: Graph,
+    structure: Structure,
+    batch_size: int,
+    workload: Workload,
+    cost: CostModel,
+    *,
+    activations_away: bool = False,
+) -> StageBytesTable:
+    """Return bytes of all stages, never above those of a walk; ``structure`` is that of the graph `as_kept_least`.
+
+    ``activations_away``: what layers keep is in host memory between forward and backward (`cost.memory.away`).
+    """
+    graph.check_batch_size(batch_size)
+    graph = as_kept_least(graph, workload, cost.cluster)
+    training = workload.kind == "training"
+    sizes, gradients, states = weigh_tensors(graph, batch_size, workload)
+    layers = slice_graph(graph, [(layer, layer + 1) for layer in range(structure.num_layers)])
+    # If nothing requires a gradient, a microbatch is held only while it is computed.
+    starts = np.cumsum([0, *(layer.has_backward for layer in layers)])
+    kept = (starts[None, :] > starts[:-1, None]).astype(np.int64)
+    received, saved = structure.received.table(sizes), structure.saved.table(sizes) * kept
+    known = None if activations_away else saved
+    most = _lower_bounds(graph, layers, batch_size, workload, cost, sizes, gradients, known, received)
+    if activations_away:
+        # What the last layer saved stays; the rest is in host memory when a later layer computes.
+        saved = np.append(0, saved.diagonal(1)) * kept
+    crossing_forward = [_sum(sizes, tensors) for tensors in structure.crossing]
+    for boundary in range(structure.num_layers):
+        if structure.random and structure.random[0] < boundary <= structure.random[-1]:
+            crossing_forward[boundary] += RNG_STATE_BYTES
+    needing = [[i for i in tensors if training and graph.tensors[i].requires_grad] for tensors in structure.crossing]
+    parameters, held = structure.parameters.table(sizes), structure.parameters.table(states)
+    static = parameters + held + structure.buffers.table(sizes)
+    return StageBytesTable(
+        static=static.astype(np.float64),
+        parameters=parameters.astype(np.float64),
+        states=held.astype(np.float64),
+        flight=((saved + received) * kept).astype(np.float64),
+        leaving=(structure.sent.table(sizes) * kept).astype(np.float64),
+        inputs=structure.inputs.table(sizes).astype(np.float64),
+        exchange=structure.parameters.table(gradients).astype(np.float64),
+        most=most,
+        crossing_forward=np.array(crossing_forward, np.float64),
+        crossing_backward=np.array([_sum(sizes, tensors) for tensors in needing], np.float64),
+    )
+
+
+def as_kept_least(graph: Graph, workload: Workload, cluster: Cluster) -> Graph:
+    """Return the graph with the tensors kept for backwards on the cluster's device type that keeps the least."""
+    return as_kept(graph, workload.numbers, _least(cluster))
+
+
+def _least(cluster: Cluster) -> Backend:
+    """Return the device type that keeps the least; GPUs keep less than CPUs."""
+    return "cuda" if any(backend_of(kind) == "cuda" for kind in cluster.device_kinds) else "cpu"
+
+
+def weigh_alone(
+    graph: Graph,
+    stage: StageSlice,
+    batch_size: int,
+    workload: Workload,
+    cost: CostModel,
+    *,
+    exchanges: bool,
+    activations_away: bool = False,
+) -> StageMemory:
+    """Return the result of a walk through a stage, on the cluster's device type that keeps the least."""
+    device = _least(cost.cluster)
+    trained = frozenset(i for i in stage.parameters if graph.tensors[i].requires_grad)
+    bucketed = trained if exchanges else frozenset()
+    return cost.stage_memory(
+        graph,
+        stage,
+        batch_size,
+        workload,
+        device=device,
+        bucketed=bucketed,
+        activations_away=activations_away,
+    )
+
+
+def _lower_bounds(
+    graph: Graph,
+    layers: Sequence[StageSlice],
+    batch_size: int,
+    workload: Workload,
+    cost: CostModel,
+    sizes: Integers,
+    gradients: Integers,
+    saved: Integers | None,
+    received: Integers,
+) -> Floats:
+    """Return ``most`` of all stages from walks through single layers, shape (2, L, L + 1, 4).
+
+    ``saved`` is None if activations are in host memory.
+    """
+    alone = [weigh_alone(graph, layer, batch_size, workload, cost, exchanges=True) for layer in layers]
+    count = len(layers)
+    fullest = np.stack([memory.most_bytes() for memory in alone])
+    brought = np.array([memory.received_bytes for memory in alone], np.float64)
+    keeps = np.array([memory.microbatch_bytes for memory in alone], np.float64)
+    users = np.bincount([i for layer in layers for i in layer.parameters], minlength=len(gradients))
+    own = np.array([sum(int(gradients[i]) for i in layer.parameters if users[i] == 1) for layer in layers], np.float64)
+    held = np.array([sum(int(gradients[i]) for i in layer.parameters) for layer in layers], np.float64)
+    # Gradients of a value that come back from several stages are summed; within one stage perhaps not.
+    summed = np.array([_sum(sizes, sent_to_several(layer)) for layer in layers], np.float64)
+    most = np.zeros((2, count, count + 1, NUM_MOMENTS))
+    inside = fullest[:, FORWARD] - brought
+    before = saved[:, :-1] if saved is not None else np.zeros((count, count), np.int64)
+    most[:, :, 1:, FORWARD] = received[:, 1:] + _running_most(before + inside[None, :])
+    most[:, :, 1:, STEP] = _running_most(np.broadcast_to(fullest[:, STEP], (count, count)))
+    for exchanges, moment, change, shared in (
+        (0, BACKWARD_FIRST, own - keeps, held - own),
+        (1, BACKWARD_FIRST, -keeps, held - own),
+        (0, BACKWARD_LATER, -keeps, 0.0),
+        (1, BACKWARD_LATER, -keeps, 0.0),
+    ):
+        behind = np.append(0.0, np.cumsum(change))
+        value = fullest[:, moment] - brought - summed - shared - behind[1:]
+        bound = behind[None, 1:] + _running_most(np.broadcast_to(value, (count, count)))
+        if saved is None:
+            # The last layer's backward comes first; the others depend on what is fetched for them.
+            bound = np.broadcast_to(value + behind[1:], (count, count))
+        most[exchanges, :, 1:, moment] = np.maximum(bound, 0.0)
+    return most
+
+
+def sent_to_several(layer: StageSlice) -> list[int]:
+    """Return values whose gradients come back on more than one channel."""
+    counts = Counter(i for channel in layer.outgoing for i in channel.gradients)
+    return [tensor for tensor, count in counts.items() if count > 1]
+
+
+def _running_most(values: Floats) -> Floats:
+    """Return the maxima of values[i, i..j] as entries [i, j], shape (L, L)."""
+    count = len(values)
+    reached = np.where(np.tri(count, k=-1, dtype=bool), -np.inf, values)
+    most: Floats = np.maximum.accumulate(reached, axis=1)
+    return np.where(np.isfinite(most), most, 0.0)
+
+
+def _sum(sizes: Integers, tensors: Sequence[int]) -> int:
+    return int(sizes[list(tensors)].sum())
+
+
+# Seconds of every possible stage i:j of a graph at one microbatch size.
+#
+# They are whole picoseconds internally, so that stages of equal layers are exactly equal. One stage takes
+#
+#     t(i, j) = Σ over its ops of (forward + backward + accumulate) + overhead per instruction
+#
+# ``accumulate`` is charged to every microbatch, although the first of a step does not pay it. Instructions are a
+# forward and a backward, and in every stage but the first one receiving and one returning.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageSecondsTable:
+    """Seconds of stages i:j on one kind of device, (L, L + 1): one microbatch, its backward, the optimizer step.
+
+    ``accumulate`` is the part of ``backward`` that the first microbatch of a step does not take.
+    """
+
+    total: Floats
+    backward: Floats
+    accumulate: Floats
+    optimizer: Floats
+
+
+def stage_seconds(
+    graph: Graph,
+    structure: Structure,
+    batch_size: int,
+    workload: Workload,
+    cost: CostModel,
+    kind: DeviceKind,
+    offload: Offload = ON_DEVICE,
+) -> StageSecondsTable:
+    """Return the seconds of all stages on one device kind.
+
+    An offloaded optimizer takes the time that it has with all ranks stepping.
+    """
+    costs = cost.estimate_ops(graph, batch_size, kind)
+    forward, accumulate = structure.op_picoseconds(costs.forward_s), structure.op_picoseconds(costs.accumulate_s)
+    backward = structure.op_picoseconds(costs.backward_s + costs.accumulate_s)
+    num_instructions = np.full((structure.num_layers, 1), 2)
+    num_instructions[1:] += 2
+    if workload.kind == "inference":
+        backward, accumulate = np.zeros_like(backward), np.zeros_like(accumulate)
+        num_instructions //= 2
+    return StageSecondsTable(
+        total=(forward + backward + _picoseconds(num_instructions * cost.serial_overhead_s(kind)))
+        / PICOSECONDS_PER_SECOND,
+        backward=backward / PICOSECONDS_PER_SECOND,
+        accumulate=accumulate / PICOSECONDS_PER_SECOND,
+        optimizer=structure.parameters.table(_optimizer_picoseconds(graph, workload, cost, kind, offload))
+        / PICOSECONDS_PER_SECOND,
+    )
+
+
+def _optimizer_picoseconds(
+    graph: Graph, workload: Workload, cost: CostModel, kind: DeviceKind, offload: Offload
+) -> Integers:
+    """Divide the optimizer step over all parameters in proportion to the time that each takes alone."""
+    seconds = np.zeros(len(graph.tensors))
+    trainable = [i for i in graph.parameters if graph.tensors[i].requires_grad]
+    if workload.kind == "inference" or not trainable:
+        return _picoseconds(seconds)
+    if offload.optimizer != "device":
+        hosts = HostCosts(cost, cost.cluster.num_ranks)
+        sizes = np.array([workload.gradient_bytes(graph.tensors[i]) for i in trainable], np.float64)
+        whole_s = hosts.bound_step_seconds(0, int(sizes.sum()), workload.optimizer, offload.optimizer)
+        seconds[trainable] = whole_s * sizes / sizes.sum()
+        return _picoseconds(seconds)
+    alone = np.array([cost.optimizer_seconds(graph, (i,), workload.optimizer, kind) for i in trainable])
+    together = cost.optimizer_seconds(graph, tuple(trainable), workload.optimizer, kind)
+    seconds[trainable] = alone * (together / alone.sum())
+    return _picoseconds(seconds)
+
+
+def _picoseconds(seconds: Floats) -> Integers:
+    return np.rint(seconds * PICOSECONDS_PER_SECOND).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tables:
+    """A graph's stages at one microbatch size: bytes, and seconds by the name of the device kind.
+
+    ``activations_away``: what layers keep is in host memory between forward and backward.
+    """
+
+    graph: Graph
+    microbatch_size: int
+    num_microbatches: int
+    bytes: StageBytesTable
+    seconds: dict[str, StageSecondsTable]
+    activations_away: bool = False
+
+
+def make_tables(
+    graph: Graph,
+    structure: Structure,
+    microbatch_size: int,
+    cluster: Cluster,
+    workload: Workload,
+    cost: CostModel,
+    offload: Offload = ON_DEVICE,
+) -> Tables:
+    """Estimate all stages of a graph at a microbatch size. Raises GraphError if the graph excludes the size."""
+    away = offload.activations == "host"
+    return Tables(
+        graph=graph,
+        microbatch_size=microbatch_size,
+        num_microbatches=workload.global_batch // microbatch_size,
+        bytes=stage_bytes(graph, structure, microbatch_size, workload, cost, activations_away=away),
+        seconds={
+            kind.name: stage_seconds(graph, structure, microbatch_size, workload, cost, kind, offload)
+            for kind in cluster.device_kinds
+        },
+        activations_away=away,
+    )
+
+
+def settle_stage(
+    tables: Tables, stage: StageSlice, layers: tuple[int, int], num_replicas: int, workload: Workload, cost: CostModel
+) -> None:
+    """Replace the bounds of a stage with this number of replicas by its exact bytes."""
+    exchanges = num_replicas > 1
+    memory = weigh_alone(
+        tables.graph,
+        stage,
+        tables.microbatch_size,
+        workload,
+        cost,
+        exchanges=exchanges,
+        activations_away=tables.activations_away,
+    )
+    tables.bytes.settle(*layers, memory, exchanges=exchanges)

@@ -1,0 +1,236 @@
+"""Describe scenarios and their effects in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+from meshwright.spec import (
+    Cluster,
+    Graph,
+    Placement,
+    Plan,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_money,
+    format_percent,
+    format_seconds,
+)
+from meshwright.spec.precision import numbers_of
+from meshwright.spec.scenario import (
+    Checkpoints,
+    DeviceMemory,
+    Effect,
+    Failures,
+    Jitter,
+    LostDevice,
+    NetworkCards,
+    OtherDevice,
+    Oversubscription,
+    Price,
+    Scenario,
+    SlowDevice,
+    SlowLink,
+)
+from meshwright.spec.units import Seconds
+
+# The workload of a plan, printed before its speed: model, cluster, batch, precision, optimizer.
+
+
+def workload_row(plan: Plan | Placement, graph: Graph) -> dict[str, Any]:
+    """The workload of a plan. ``graph`` is the model's, not a rank's share.
+
+    Keys: ``model``, ``num_parameters`` (None for a rewritten model), ``cluster``, ``num_devices``, ``kind``,
+    ``samples_per_step``, ``tokens_per_step`` and ``sequence_length`` (None for models without tokens), ``precision``,
+    ``optimizer`` (None for inference).
+    """
+    work, length = plan.workload, graph.sequence_length
+    return {
+        "model": plan.model,
+        "num_parameters": _num_parameters(plan, graph),
+        "cluster": plan.cluster,
+        "num_devices": plan.num_devices,
+        "kind": work.kind,
+        "samples_per_step": work.global_batch,
+        "tokens_per_step": None if length is None else length * work.global_batch,
+        "sequence_length": length,
+        "precision": work.precision,
+        "optimizer": work.optimizer.name if work.kind == "training" else None,
+    }
+
+
+def describe_workload(plan: Plan | Placement, graph: Graph | None = None) -> str:
+    """One line: ``gpt-tiny (11,776 parameters) on 2 devices of 2xcpu: training, 8 samples per step, mixed, adamw``.
+
+    With the model's ``graph`` it names parameters and tokens.
+    """
+    work = plan.workload
+    parameters, tokens = "", ""
+    if graph is not None:
+        if (count := _num_parameters(plan, graph)) is not None:
+            parameters = f" ({format_count(count, 'parameter')})"
+        if (length := graph.sequence_length) is not None:
+            tokens = f" ({length * work.global_batch:,} tokens in sequences of {length:,})"
+    optimizer = f", {work.optimizer.name}" if work.kind == "training" else ""
+    samples = format_count(work.global_batch, "sample")
+    facts = f"{work.kind}, {samples} per step{tokens}, {work.precision}{optimizer}"
+    devices = format_count(plan.num_devices, "device")
+    return f"{plan.model}{parameters} on {devices} of {plan.cluster}: {facts}"
+
+
+def _num_parameters(plan: Plan | Placement, graph: Graph) -> int | None:
+    """Parameters of the model; None for a rewritten graph, which holds values derived from them."""
+    return None if isinstance(plan, Plan) and plan.rewritten else graph.num_parameters()
+
+
+def describe_scenario(scenario: Scenario) -> str:
+    """All effects of a scenario, in their order; empty if it has none."""
+    return ", ".join(map(describe_effect, scenario.effects))
+
+
+def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
+    """Devices without a rate for a precision, and the rate used instead; "" if all have one."""
+    kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
+    numbers, sentences = numbers_of(precision), []
+    dtype = numbers.compute
+    for name, kind in kinds.items():
+        if numbers.products and numbers.products not in kind.peak_flops_per_s:
+            sentences.append(f"{name} has no rate for {numbers.products}, so products there are estimated in {dtype}.")
+        if dtype in kind.peak_flops_per_s:
+            continue
+        rates = sorted((rate, other) for other, rate in kind.peak_flops_per_s.items())
+        (slowest, slow), (fastest, fast) = rates[0], rates[-1]
+        sentences.append(
+            f"{name} has no rate for {dtype}, so its computations are estimated at its slowest rate, "
+            f"{format_flops(slowest)}/s of {slow}. A plan in {fast} would have {format_flops(fastest)}/s there."
+        )
+    return " ".join(sentences)
+
+
+def describe_effect(effect: Effect) -> str:
+    """An effect in a few words."""
+    match effect:
+        case Jitter() | LostDevice() | Failures() | Checkpoints() | Price():
+            return _describe_run(effect)
+        case SlowDevice():
+            return (
+                f"{_devices(effect.devices.text)} {describe_factor(effect.factor)}{_while(effect.since, effect.until)}"
+            )
+        case OtherDevice():
+            return f"{_devices(effect.devices.text)} of kind {effect.device}"
+        case DeviceMemory():
+            of = "" if effect.devices.text == "all" else f" of {effect.devices.text}"
+            return f"{format_bytes(effect.memory)} per device{of}"
+        case SlowLink():
+            return f"links {effect.links.text} {_link_words(effect)}"
+        case NetworkCards():
+            return f"{effect.num_nics} NIC{'s' if effect.num_nics > 1 else ''} per node"
+        case Oversubscription():
+            return f"racks of {effect.nodes_per_rack} nodes, oversubscribed {effect.ratio:g}:1"
+        case _:
+            assert_never(effect)
+
+
+def _describe_run(effect: Jitter | LostDevice | Failures | Checkpoints | Price) -> str:
+    match effect:
+        case Jitter():
+            return _jitter_words(effect)
+        case LostDevice():
+            then = ", planned anew without" if effect.then == "replan" else ""
+            return f"{_devices(effect.devices.text)} lost{_while(effect.since, effect.until)}{then}"
+        case Failures(mttf=None):
+            return f"{len(effect.times)} failures at given moments"
+        case Failures():
+            law = "" if effect.shape == 1 else f" (Weibull, shape {effect.shape:g})"
+            return f"every {effect.of} fails after {_long(effect.mttf or 0)} on average{law}"
+        case Checkpoints():
+            return (
+                f"checkpoints every {_long(effect.interval)}" if effect.interval else "checkpoints at the best interval"
+            )
+        case Price():
+            kind = f" of kind {effect.device}" if effect.device else ""
+            return f"{effect.per_hour:g} {effect.currency} per {effect.of}{kind} and hour"
+        case _:
+            assert_never(effect)
+
+
+def describe_factor(factor: float) -> str:
+    """``2× slower``, ``4× faster``."""
+    return f"{factor:g}× slower" if factor >= 1 else f"{1 / factor:.3g}× faster"
+
+
+def _long(seconds: float) -> str:
+    """Format the times of runs, which are hours rather than seconds."""
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return format_seconds(seconds)
+
+
+def _devices(text: str) -> str:
+    return "all devices" if text == "all" else f"devices of {text}" if text.startswith(("node", "kind")) else text
+
+
+def _while(since: Seconds, until: Seconds | None) -> str:
+    begin = f" from {_long(since)} on" if since else ""
+    return begin if until is None else f"{begin} until {_long(until)}"
+
+
+def _link_words(effect: SlowLink) -> str:
+    parts = [] if effect.factor is None else [describe_factor(effect.factor)]
+    if effect.bandwidth is not None:
+        parts.append(f"of {effect.bandwidth / 1e9:.3g} GB/s")
+    if effect.latency is not None:
+        parts.append(f"with a latency of {format_seconds(effect.latency)}")
+    return " ".join(parts)
+
+
+def _jitter_words(effect: Jitter) -> str:
+    what = {"computations": "computing", "transfers": "transferring", "all": "all they do"}[effect.of]
+    parts = [f"spread of {format_percent(effect.spread, 0)} {what}"] if effect.spread else []
+    if effect.straggler_probability:
+        parts.append(
+            f"{describe_factor(effect.straggler_factor)} {what} in {format_percent(effect.straggler_probability)} of "
+            f"{effect.per}s"
+        )
+    return f"{_devices(effect.devices.text)}: {', '.join(parts)}" if parts else "no jitter"
+
+
+def describe_run(figures: Mapping[str, Any], num_seeds: int) -> str:
+    """Where the time of a run goes, and how often it is saved; ``figures`` are those of a forecast."""
+    shares = ", ".join(
+        f"{format_percent(figures[f'run_{name}_share'])} {words}"
+        for name, words in (
+            ("computing", "computing"),
+            ("lost", "lost"),
+            ("saving", "saving"),
+            ("restarting", "restarting"),
+            ("waiting", "waiting for devices"),
+        )
+        if figures[f"run_{name}_share"] or name == "computing"
+    )
+    spread = f" ± {_long(figures['run_seed_spread_s'])}" if figures["run_seed_spread_s"] else ""
+    text = f"A run of {figures['run_steps']:,.0f} steps takes {_long(figures['run_s'])}{spread}: {shares}."
+    if figures["run_failures"]:
+        text += f" {figures['run_failures']:.4g} failures, mean of {format_count(num_seeds, 'seed')}."
+    if "interval_s" in figures:
+        text += f" Saved every {_long(figures['interval_s'])} of work, {_long(figures['save_s'])} each"
+        if "young_interval_s" in figures:
+            young, daly = _long(figures["young_interval_s"]), _long(figures["daly_interval_s"])
+            text += f" (by Young's formula every {young}, by Daly's {daly})"
+        text += "."
+    return text
+
+
+def describe_price(figures: Mapping[str, Any]) -> str:
+    """What steps, samples and a run cost in money; ``figures`` are those of a bill."""
+    currency = figures["currency"]
+    words = {
+        "price_per_step": "per step",
+        "price_per_million_samples": "per million samples",
+        "price_per_million_tokens": "per million tokens",
+        "price_of_run": "for the run",
+    }
+    parts = [f"{format_money(figures[name])} {currency} {text}" for name, text in words.items() if name in figures]
+    return f"At {format_money(figures['price_per_hour'])} {currency} per hour: {', '.join(parts)}."

@@ -1,0 +1,163 @@
+"""The model of a process as the runtime uses it: with whole ops, or with sharded ones (`teams`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+import torch
+
+from meshwright.capture import Captured, part
+from meshwright.program import STAYS_EAGER, lower_plan
+from meshwright.runtime.checkpointing import checkpoint_ranges
+from meshwright.runtime.compiling import Compilation, compile_units
+from meshwright.runtime.teams.grid import TeamPosition
+from meshwright.runtime.teams.local_parts import local_model
+from meshwright.spec import Graph, Placement, Plan, StageSlice
+
+# Replace the tensors that modules hold.
+
+
+def replace_held(modules: Iterable[torch.nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace parameters and buffers, each once, by the results of ``change``.
+
+    A tensor that several modules hold stays one tensor. A parameter's substitute becomes a parameter with the same
+    ``requires_grad``.
+    """
+    # Keeps the originals alive, so that no id is given to another tensor meanwhile.
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in [item for whole in modules for item in whole.modules()]:
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is None:
+                    continue
+                if id(value) not in made:
+                    found = change(value)
+                    if isinstance(value, torch.nn.Parameter) and not isinstance(found, torch.nn.Parameter):
+                        found = torch.nn.Parameter(found, requires_grad=value.requires_grad)
+                    made[id(value)] = value, found
+                    # A module may occur in several places, where its substitutes are met again.
+                    made[id(found)] = found, found
+                table[name] = made[id(value)][1]  # type: ignore[assignment]
+
+
+class Model(Protocol):
+    """The computations of a process on its device; ``plan`` and ``graph`` are its own, ``whole`` is the full graph.
+
+    Tensors of the whole graph have the same ids in both.
+    """
+
+    @property
+    def plan(self) -> Plan | Placement:
+        """The plan as this process follows it, without splits."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of this process."""
+
+    @property
+    def whole(self) -> Graph:
+        """The graph of all processes together."""
+
+    @property
+    def compilation(self) -> Compilation:
+        """The state of the compiled layers."""
+
+    @property
+    def loss_share(self) -> float:
+        """The factor for each process's loss, so that those of a team add up to the loss."""
+
+    @property
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """By the id of a user's parameter, the shard that replaces it here."""
+
+    def eager(self) -> Self:
+        """The model with eager layers, for backwards in two parts."""
+
+    def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
+        """A module that computes ``fetches`` from ``feeds`` by some ops."""
+
+    def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
+        """A module that computes tensors from all inputs of the graph, run for shapes and strides alone."""
+
+    def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
+        """This process's part of a graph input for one microbatch."""
+
+    def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Sum, before an update, the gradients (by parameter) of which each process of the team has a part."""
+
+    def is_split(self, tensor: int) -> bool:
+        """Whether the processes of a team have different parts of a tensor."""
+
+    def alike(self, tensor: int) -> int:
+        """The number of processes of a team that have the same part of a tensor."""
+
+    def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
+        """The whole tensor from the parts of a team's processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """The model of a process with whole ops."""
+
+    plan: Plan | Placement
+    graph: Graph
+    captured: Captured
+    device: torch.device
+    loss_share: float = 1.0
+    compilation: Compilation = field(default_factory=Compilation)
+
+    @property
+    def whole(self) -> Graph:
+        """The captured graph."""
+        return self.captured.graph
+
+    @property
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """Empty: parameters are the user's own."""
+        return {}
+
+    def eager(self) -> Self:
+        """The model with eager layers."""
+        return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
+
+    def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
+        """A part of the captured model."""
+        size = self.plan.microbatch_size
+        made = part(self.captured, feeds, fetches, batch_size=size, ops=ops, device=self.device)
+        return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
+
+    def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
+        """The part that computes ``fetches``."""
+        size = self.plan.microbatch_size
+        return part(self.captured, self.graph.inputs, fetches, batch_size=size, device=self.device)
+
+    def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:  # noqa: ARG002 - nothing is split
+        """The whole input."""
+        return value
+
+    def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Do nothing: gradients are whole."""
+
+    def is_split(self, tensor: int) -> bool:  # noqa: ARG002 - nothing is split
+        """False."""
+        return False
+
+    def alike(self, tensor: int) -> int:  # noqa: ARG002 - nothing is split
+        """1."""
+        return 1
+
+    def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:  # noqa: ARG002 - one of its kind
+        """The tensor itself."""
+        return shares[0]
+
+
+def make_model(captured: Captured, plan: Plan | Placement, grid: TeamPosition, device: torch.device) -> Model:
+    """The model of this process, on its device. Raises PlanError for a sharding that cannot be run."""
+    if isinstance(plan, Plan) and not plan.sharding.is_whole:
+        return local_model(captured, plan, grid, device)
+    if isinstance(plan, Plan):
+        plan, graph = lower_plan(plan, captured.graph)
+        return WholeModel(plan=plan, graph=graph, captured=captured, device=device)
+    return WholeModel(plan=plan, graph=captured.graph, captured=captured, device=device)

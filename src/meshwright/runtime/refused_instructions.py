@@ -1,0 +1,84 @@
+"""Instructions that the simulator supports and the executor does not, or that are in the wrong stream."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from meshwright.spec import (
+    AllGather,
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Drop,
+    Forward,
+    Instruction,
+    Load,
+    Merge,
+    OptimizerStep,
+    ProgramError,
+    Pull,
+    Push,
+    Receive,
+    ReduceScatter,
+    Send,
+    Stash,
+    Sum,
+)
+from meshwright.spec.instructions import Exchange
+from meshwright.spec.offload_instructions import (
+    CopyDown,
+    CopyUp,
+    HostStep,
+    Offloading,
+    ReadStates,
+    SavedDown,
+    SavedUp,
+    WriteStates,
+)
+
+# Instructions in streams other than the compute stream.
+Beside = Send | Receive | Exchange | Load | Offloading
+
+
+def wrong_in_compute(instruction: Beside) -> ProgramError:
+    """The error for an instruction that is in a compute stream but belongs in another."""
+    return ProgramError(
+        f"{instruction} is in a compute stream; communication, loading and the host's work have their own streams."
+    )
+
+
+def wrong_beside(instruction: Instruction) -> ProgramError:
+    """The error for an instruction outside the compute stream that the executor does not issue."""
+    match instruction:
+        case Push() | Sum() | Pull():
+            return ProgramError(
+                f"{instruction} belongs to parameter servers; the runtime sums by all-reduces. Simulate this "
+                "program, or plan without `servers` to run."
+            )
+        case (
+            Forward()
+            | Backward()
+            | BackwardInput()
+            | BackwardWeight()
+            | OptimizerStep()
+            | Stash()
+            | Drop()
+            | Merge()
+            | ReduceScatter()
+            | AllGather()
+            | Load()
+            | Send()
+            | Receive()
+            | AllReduce()
+            | CopyDown()
+            | HostStep()
+            | CopyUp()
+            | ReadStates()
+            | WriteStates()
+            | SavedDown()
+            | SavedUp()
+        ):
+            return ProgramError(f"{instruction} is in the wrong stream. Build the program again.")
+        case _:
+            assert_never(instruction)

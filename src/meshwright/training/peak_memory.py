@@ -1,0 +1,105 @@
+"""Peak memory of a rank in training: what the platform counts from the moment when everything is prepared.
+
+On a CUDA device the allocator counts. On a CPU under Linux it is the growth of the process's resident set (its
+high-water mark is reset first) plus the size of the stage's parameters: the interpreter, its libraries and the memory
+of the capture are left out, and memory that the C library kept from them for reuse is not seen, so the figure can be
+somewhat low.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from meshwright.cost import CostModel
+from meshwright.runtime import ProcessPeak
+from meshwright.simulator import form_teams, simulate_plan
+from meshwright.spec import MeshwrightError, Plan, format_bytes, format_count, load_cluster
+from meshwright.spec.plan_files import read_plan
+from meshwright.training.job import capture_fake
+
+# A rank that ran out of memory: its predicted memory, and what to change.
+
+_HELP = (
+    "What helps: smaller microbatches (plan -m), --recompute op or full, --zero 1 to 3, more stages, or fewer ranks on "
+    "a host; `meshwright show PLAN` shows what the memory is used for."
+)
+
+
+def predict_memory(plan_file: str, process: int) -> str:
+    """The predicted memory of a process, and remedies; or the reason why it cannot be predicted here."""
+    try:
+        known = _predict(plan_file, process)
+    except (MeshwrightError, OSError) as error:
+        known = f"Its memory cannot be predicted here: {error}"
+    return f"{known} {_HELP}".strip()
+
+
+def _predict(plan_file: str, process: int) -> str:
+    plan = read_plan(plan_file)
+    if not isinstance(plan, Plan):
+        return ""
+    width = plan.sharding.width
+    cluster = load_cluster(plan.cluster)
+    cost = CostModel(cluster=cluster, precision=plan.workload.precision)
+    _, captured = capture_fake(plan)
+    local, graph, devices, costs = form_teams(plan, captured.graph, cluster, cost)
+    peaks = simulate_plan(local, graph, devices, cost=costs).peak_memory_bytes
+    has = cluster.device_kind(process).memory_bytes
+    together = ""
+    if cluster.device_kind(process).name == "cpu" and plan.num_devices > 1:
+        total = sum(peaks) * width
+        together = f"; all {format_count(plan.num_devices, 'rank')} together, {format_bytes(total)}"
+    return (
+        f"Predicted for it were {format_bytes(peaks[process // width])} of {format_bytes(has)}{together}, without the "
+        "interpreter and its libraries."
+    )
+
+
+_STATUS = Path("/proc/self/status")
+# Writing 5 here resets the high-water mark of the resident set (Linux, proc(5), clear_refs).
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class MemoryMeter:
+    """Counts from its creation on; ``resident`` are existing tensors that belong to training.
+
+    ``beside()`` returns the bytes of offloaded tensors, which are part of a process's growth on processors, too.
+    """
+
+    def __init__(
+        self, device: torch.device, resident: Iterable[torch.Tensor], beside: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._device = device
+        self._resident_bytes = sum(tensor.numel() * tensor.element_size() for tensor in resident)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            with contextlib.suppress(OSError):
+                _CLEAR_REFS.write_text("5")
+        self._start_bytes, self._beside = _read_status("VmRSS"), beside
+        self._beside_bytes = beside()
+
+    def peak(self) -> ProcessPeak:
+        """The peak of training so far; 0 if the platform does not report it."""
+        if self._device.type == "cuda":
+            in_use, reserved = (
+                read(self._device) for read in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+            )
+            return ProcessPeak(in_use, reserved)
+        peak = _read_status("VmHWM")
+        peak -= min(self._beside() - self._beside_bytes, peak)
+        return ProcessPeak(max(peak - self._start_bytes, 0) + self._resident_bytes if peak else 0, 0)
+
+
+def _read_status(field: str) -> int:
+    """A size of this process in bytes; 0 if the platform has no such file."""
+    try:
+        match = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0
