@@ -41,7 +41,7 @@ lint: $(VENV)/.stamp-dev ## format, lint, types, layers, layout, portability, sp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_portability.py tests/test_reach.py
+	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_portability.py tests/test_reach.py tests/test_language.py
 	$(BIN)/codespell $(wildcard *.md) docs .ci $(SOURCES)
 
 format: $(VENV)/.stamp-dev ## rewrite the sources in the house format

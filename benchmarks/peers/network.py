@@ -20,7 +20,7 @@ import torch
 
 
 def read_facts() -> dict[str, Any]:
-    """What a server is told: ``port``, ``path``, ``core``, ``dtype``, ``shape``, ``batch``, ``wait_s``, ``slo_s``."""
+    """What a server gets: ``port``, ``path``, ``core``, ``dtype``, ``shape``, ``batch``, ``wait_s``, ``slo_s``."""
     return dict(json.loads(sys.argv[1]))
 
 

@@ -17,7 +17,7 @@ over that of the best plan by the estimated one; both with placements by the int
 network cards in both. "placed": the best plan of the method over that of slicing, which has the rules' placements only.
 
 AutoParallel's seconds are quoted from its pull request 521 (meta-pytorch/autoparallel, table "total"): Llama 8B on a
-machine of theirs, tracing, strategies and solver together; the same kind of question, not the same measurement.
+machine of its authors, tracing, strategies and solver together; the same kind of question, not the same measurement.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Predicted against measured step time of every kind of plan on this machine: pinned ranks, one thread each, gloo.
 
     tensor        ops are split over all ranks (tensor parallelism), but for those outside of the blocks
-    fsdp, zero1   parameters are shared out (ZeRO 3), or optimizer states
-    hsdp          parameters are shared out in pairs of replicas
+    fsdp, zero1   parameters are sharded (ZeRO 3), or optimizer states
+    hsdp          parameters are sharded in pairs of replicas
     data          replicas with gradients summed once per step
     others        schedules of a pipeline with a stage per rank (interleaved: two), of nearly equal numbers of layers,
                   and two microbatches for each rank

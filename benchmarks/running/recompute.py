@@ -1,4 +1,4 @@
-"""Parts that are computed again: against torch's own checkpointing, and steps as predicted and as measured.
+"""Recomputed parts: against torch's own checkpointing, and steps as predicted and as measured.
 
 Speed: as in `speed`, two ranks with one pinned thread each, the same SGD and microbatches, pairs alternated ABBA, the
 slower rank's time, an A/A pair beside. Theirs is the plain model under DDP whose blocks run under torch's checkpoint,

@@ -41,7 +41,7 @@ MEMORY_TARGET = 1.0
 MAX_OVERHEAD_S = 150e-6
 BUCKETS_MB = (1, 5, 25)
 NOTES = ""
-# Models of blocks that FSDP2 is told to shard.
+# Models of blocks that FSDP2 shards.
 BY_BLOCKS = ("llama",)
 MODELS = {
     "llama": ("llama-tiny", {"sequence_length": 128}),

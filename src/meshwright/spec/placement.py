@@ -10,7 +10,7 @@ Ops that are `replicable` belong to no stage: every rank that needs them compute
 ops on several ranks read are summed over these.
 
 With ``degrees``, the graph is that of the model in parts: `planner.methods.flexflow` divides the model's ops into
-layers, and each layer is split along each of its dims into so many parts, which are ops of their own.
+layers, and each layer is split along each of its dims into these numbers of parts, which are ops of their own.
 """
 
 from __future__ import annotations

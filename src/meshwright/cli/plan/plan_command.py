@@ -69,7 +69,7 @@ NUM_PROPOSALS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """The best strategy, what it is simulated at as a placement, and why it is none if it cannot be run."""
+    """The best strategy, its simulation as a placement, and the reason if it cannot run as one."""
 
     result: SoapResult
     plan_s: float
@@ -126,7 +126,7 @@ class Strategy:
 
 
 def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) -> Strategy | str:
-    """Search the strategies of the plans' problem and write the best one; or why there are none.
+    """Search the strategies of the plans' problem and write the best one, or the reason why there is no strategy.
 
     With a deadline, in half of it.
     """

@@ -99,11 +99,10 @@ class Strategy(NamedTuple):
     ``candidate`` (n,), ``device`` (n, P), ``num_shards`` (W,), ``memory_bytes`` and ``update_ps`` (D,).
 
     ``task`` (T, 8) has the columns below. ``pool`` has lists: of what waits for a task from ``task[t, AFTER]`` on and
-    of what it waits for from ``task[t, BEFORE]`` on, each as a number of sections of ``1 + P`` places, a count and so
-    many tasks; and of what it holds from ``task[t, HELD]`` on, a count and so many devices, or links, which come
-    behind the devices. A pass has a section for its other pass and syncs, and one per edge of its layer,
-    ``in_section`` and ``out_section`` (E,); a change of one edge leaves the others alone. ``share`` is room to work
-    in.
+    of what it waits for from ``task[t, BEFORE]`` on, each as sections of ``1 + P`` places, a count and that
+    number of tasks; and of what it holds from ``task[t, HELD]`` on, a count and that number of devices, or links, which
+    come behind the devices. A pass has a section for its other pass and syncs, and one per edge of its layer,
+    ``in_section`` and ``out_section`` (E,); a change of one edge leaves the others alone. ``share`` is room to work in.
     """
 
     candidate: Integers

@@ -85,7 +85,7 @@ _STAMPS = 5
 NEVER = -1
 # In place of a time, where a sweep gave up.
 TOO_MANY = -2
-# After so many of all tasks have moved, all are simulated anew: following one takes three times as long as running it.
+# When this share of all tasks has moved, all are simulated: updating a task takes three times as long as running it.
 GIVE_UP = 1 / 16
 
 
@@ -376,7 +376,7 @@ def walk(
     follows_changes: bool,
     cut: bool,
 ) -> None:
-    """Simulate so many proposals; ``follows_changes`` by delta simulation, else each in full, with the same result."""
+    """Simulate a number of proposals, by delta simulation (``follows_changes``) or in full, with the same result."""
     strategy, schedule, now, new = chain.strategy, chain.schedule, chain.devices_of[0], chain.devices_of[1]
     for _ in range(num_proposals):
         candidate = propose(soap, strategy, random, chain.layer, now, new)
@@ -459,7 +459,7 @@ def _place(soap: Soap, random: np.random.Generator, num_parts: int, devices: Int
 
 @compiled
 def _copy(soap: Soap, strategy: Strategy, random: np.random.Generator, layer: int, devices: Integers) -> int:
-    """Take the degrees and devices of a neighbour; -1 if there is none, or this layer cannot be split so."""
+    """Take the degrees and devices of a neighbour; -1 without a neighbour, or if this layer cannot be split like it."""
     num_in = soap.in_offsets[layer + 1] - soap.in_offsets[layer]
     num_out = soap.out_offsets[layer + 1] - soap.out_offsets[layer]
     if num_in + num_out == 0:

@@ -32,7 +32,7 @@ from meshwright.planner.methods.flexflow.arrays import (
 
 @compiled
 def configure(soap: Soap, strategy: Strategy, layer: int, candidate: int, devices: Integers) -> None:
-    """Put a layer's parts, as row ``candidate`` of the degrees has them, on ``devices`` (the first so many are read).
+    """Put a layer's parts, as row ``candidate`` of the degrees has them, on ``devices`` (its first entries are read).
 
     Layers that share an edge with it have a configuration, or never had one (-1).
     """

@@ -153,7 +153,7 @@ def read_strategy(space: SoapSpace, document: Mapping[str, Any]) -> StrategyArra
         if len(given) != parts or not ((given >= 0) & (given < len(soap.kind))).all():
             raise DocumentError(
                 f"Layer {item['name']!r} has degrees {item['degrees']} on devices {item['devices']}; expected degrees "
-                f"that divide its dims and as many of the devices 0 to {len(soap.kind) - 1}. Search again."
+                f"that divide its dims and one of the devices 0 to {len(soap.kind) - 1}. Search again."
             )
         candidates[at] = soap.candidates[at] + found[0]
         devices[at, :parts] = given

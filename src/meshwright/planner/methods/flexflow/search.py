@@ -217,7 +217,7 @@ def search_soap(
     cut: bool = True,
     follows_changes: bool | None = None,
 ) -> SoapResult:
-    """The best strategy that ``num_chains`` chains find with so many simulated proposals in all, or in so many seconds.
+    """Return the best strategy that ``num_chains`` chains find with ``num_proposals`` in total, or within ``seconds``.
 
     ``cut``: the simulation of a proposal ends as soon as it is certain that it is refused. ``follows_changes``: delta
     instead of full simulation, which is faster where changes move few tasks; by default whichever is faster. Neither

@@ -149,8 +149,8 @@ def _by_layer(ends: Integers, num_layers: int) -> tuple[Integers, Integers]:
 
 # What the parts of layers take: a graph of parts, one of every candidate of every distinct layer, estimated at once.
 #
-# A part is the layer's ops on its share of each tensor; what is not split stays whole. FLOPs are shared out alike. The
-# cost model estimates these ops as those of any graph, so a part of an eighth of the rows costs what an op of so many
+# A part is the layer's ops on its share of each tensor; what is not split stays whole. FLOPs are divided equally. The
+# cost model estimates these ops as those of any graph, so a part of an eighth of the rows costs what an op of that many
 # rows costs, not an eighth. Layers that differ in nothing but their names have the same parts.
 
 _HELD = ("parameter", "buffer", "constant")

@@ -1,7 +1,7 @@
 """The temperature of a Markov chain, from the share of longer steps that it is to accept.
 
 FlexFlow fixes beta = 0.05 to 5 per ms whatever the step takes; that freezes a chain on a model of one second and lets
-one on a model of a millisecond run wild. Here proposals drawn at the start, of which none is accepted, say by how much
+one on a model of a millisecond run wild. Here proposals drawn at the start, all of them rejected, say by how much
 steps rise: d_1 .. d_k. Beta is where the rule accepts the wanted share of them,
 
     (1 / k) Σ exp(-beta d_i) = share
@@ -35,7 +35,7 @@ def calibrate(rises: NDArray[np.float64], share: float = SHARE) -> float:
 
 
 def adjust(beta: float, num_accepted: int, num_longer: int, share: float = SHARE) -> float:
-    """Beta after a round in which so many of the longer ones were accepted."""
+    """Return beta after a round in which this share of the longer ones was accepted."""
     if num_accepted > 2.0 * share * num_longer:
         return beta * _STEP
     return beta / _STEP if num_accepted < 0.5 * share * num_longer else beta

@@ -1,7 +1,7 @@
 """Exact assignment of stages to unequal devices: which devices get which layers, in which order.
 
 The model. Layers 0..L-1 in order; devices in classes of equal ones (`groups`). A stage holds layers i:j on a group g of
-devices, of which device d computes m_d of the M microbatches, so many that all are done soonest (`shares`). With
+devices, of which device d computes m_d of the M microbatches, so that all are done soonest (`shares`). With
 
     t_d = seconds of forward and backward of one microbatch on device d,  t = min t_d
     x = what enters the stage per microbatch and returns, over the slowest link between its group and the one before
@@ -207,7 +207,7 @@ def in_flight_of(p: MappingProblem, count: int, behind: int) -> int:
 
 @compiled
 def memory_of(p: MappingProblem, g: int, i: int, j: int, count: int, in_flight: int) -> float:
-    """Bytes of a device with ``count`` microbatches of stage i:j on group g, so many of them in flight."""
+    """Bytes of a device with ``count`` microbatches of stage i:j on group g, all of them in flight."""
     num_ranks = p.counts[g].sum()
     static = p.static_bytes[i, j] - p.shared_bytes[i, j] * (1.0 - 1.0 / num_ranks)
     static += count * p.input_bytes[i, j] + p.beside_bytes[i, j]
@@ -277,7 +277,7 @@ def _extend(
 
 # Unequal devices as classes of equal ones, and the groups of them that a stage may get.
 #
-# A **class** is the devices of one kind in one node: they can be exchanged for each other. A **group** takes so many of
+# A **class** is the devices of one kind in one node: they are interchangeable. A **group** takes a number of
 # each class. Those that a stage may get are
 #
 # - any number of devices of one class;
@@ -359,7 +359,7 @@ def _alike(keys: Sequence[int] | Sequence[str]) -> Iterable[tuple[int, ...]]:
     return (tuple(k for k, item in enumerate(keys) if item == key) for key in dict.fromkeys(keys))
 
 
-# Entries of the tables of one threshold: 16 bytes each, and at most so many stages are tried for each.
+# Entries of the tables of one threshold: 16 bytes each; and the largest number of stages tried for each.
 MAX_ENTRIES = 4_000_000
 
 
@@ -375,7 +375,7 @@ class Mapping:
 
 
 def solve_mapping(problem: MappingProblem, *, cutoff_s: float = np.inf) -> Mapping | None:
-    """The cheapest mapping that fits and uses every device; None if there is none, or none below ``cutoff_s``.
+    """The cheapest mapping that fits, uses every device and costs less than ``cutoff_s``; None without one.
 
     Exact up to rounding, and the same for the same input. Raises PlanError for more states than `MAX_ENTRIES` allows.
     """
@@ -417,7 +417,7 @@ def make_tables(problem: MappingProblem) -> MappingTables:
 
 
 def _read_mapping(problem: MappingProblem, stages: StageTable, tables: MappingTables) -> Mapping | None:
-    """The mapping of least sum that filled tables hold; None if there is none."""
+    """The mapping of least sum that filled tables hold, or None."""
     state, layer, before = len(tables.left) - 1, 0, 0
     sum_s = float(tables.sums[state, layer, before])
     if not np.isfinite(sum_s):

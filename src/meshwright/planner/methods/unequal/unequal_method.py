@@ -40,12 +40,12 @@ from meshwright.spec.plan import BASIC_SCHEDULES
 
 # Small changes of a plan on unequal devices: what a local search on the simulator tries next.
 #
-#     order      two neighbouring stages change places, each with as many layers; or all stages stand in reverse
+#     order      two neighbouring stages swap places and keep their numbers of layers; or all stages stand in reverse
 #     boundary   a layer goes to the stage before or behind (`climbing`)
 #     swap       two unlike devices of different stages change places
 #     share      a microbatch goes from one replica of a stage to an unlike one
 #
-# Where devices change places or layers go over, the microbatches of the stages that changed are shared out anew.
+# Where devices change places or layers go over, the microbatches of the changed stages are divided again.
 
 
 def neighbours(space: Space, plan: Plan) -> Iterator[Plan]:
@@ -123,7 +123,7 @@ PLANS_PER_ANSWER, LEAST_PLANS = 3, 12
 # Simulations of mappings that need too much memory, one after the other, and of changes of the best plan.
 MAX_REPAIRS = 8
 MAX_MOVES = 60
-# Plans from which changes begin: the fastest of each shape (devices per stage), so many of them.
+# Plans from which changes begin: the fastest of each shape (devices per stage), at most this number.
 NUM_STARTS = 4
 
 

@@ -3,11 +3,11 @@
 Which devices form a worker is a **policy** (section 5 of the paper):
 
     node        node partition: every node is a worker, of equal devices; workers may be unequal
-    equal       equal distribution: every worker gets as many devices of each node and kind; workers are alike
+    equal       equal distribution: every worker gets the same number of devices of each node and kind
     hybrid      nodes are paired, the fastest with the slowest, and what a pair has is distributed equally in it
 
 Within a worker every device is a stage: which, and with how many layers, is an exact mapping (`mapping`) for the
-bottleneck alone, since the pipeline never flushes. A minibatch takes t + x and the optimizer's step on each device,
+bottleneck alone, since the pipeline is asynchronous. A minibatch takes t + x and the optimizer's step on each device,
 for a worker updates its weights after each; a device keeps as many copies of its weights as the worker has
 stages (`docs/concepts/asynchronous.md`). With bounded staleness no worker is more than D waves ahead of another, so in
 the long run a wave takes all workers as long as the slowest
@@ -84,7 +84,7 @@ class DeviceClasses:
     bucket_s: tuple[float, ...]
 
     def of_sizes(self, num_ranks: int) -> DeviceClasses | None:
-        """The same with groups of so many devices alone; None if there are too few of them to use all devices."""
+        """The same with groups of ``num_ranks`` devices alone; None if these cannot use all devices."""
         chosen = [index for index, group in enumerate(self.groups) if sum(group) == num_ranks]
         met = [any(self.groups[index][k] for index in chosen) for k in range(len(self.classes))]
         if not all(met):
@@ -289,7 +289,7 @@ class VirtualWorkers:
 def allocate(cluster: Cluster, policy: Policy, num_workers: int | None = None) -> tuple[tuple[int, ...], ...]:
     """The ranks of each virtual worker; ``num_workers`` (of a pair of nodes, in hybrid) is as many as can be alike.
 
-    Raises PlanError for nodes or numbers of workers that cannot be shared out so.
+    Raises PlanError for nodes or numbers of workers that do not divide evenly.
     """
     nodes: dict[int, list[int]] = {}
     for rank in range(cluster.num_ranks):
@@ -328,7 +328,7 @@ def _distribute(cluster: Cluster, ranks: Sequence[int], num_workers: int | None)
 def form_workers(space: Space, size: int, policy: Policy, *, num_workers: int | None = None) -> VirtualWorkers:
     """Cut the layers for each worker of a policy; the space's minibatches are shared equally among the workers.
 
-    Raises PlanError for devices that cannot be shared out so, minibatches that do not divide, and workers on which the
+    Raises PlanError for devices that do not divide evenly, minibatches that do not divide, and workers on which the
     layers do not fit.
     """
     allocated = allocate(space.cluster, policy, num_workers)
