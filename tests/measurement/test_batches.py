@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.measurement import batches as module
 from meshwright.measurement import is_out_of_memory, measure_batches, merge_measurements
+from meshwright.measurement import op_batches as module
 from meshwright.spec import BatchMeasurement, MeasurementError, Measurements, OpMeasurement
 from tests.events import SeenEvents
 

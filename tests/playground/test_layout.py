@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.playground import state_of_plan
 from meshwright.playground.controls import AS_PLANNED
-from meshwright.playground.opening import plan_key
+from meshwright.playground.opened_plans import plan_key
 from meshwright.playground.page_layout import make_plan, workload_of
 from meshwright.spec import (
     GradientExchange,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from meshwright.capture import capture_model
-from meshwright.capture.devices import takes_device
+from meshwright.capture.module_devices import takes_device
 from meshwright.spec import (
     GradientExchange,
     Graph,

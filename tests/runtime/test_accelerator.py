@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.capture.devices import bind_call, bind_graph
+from meshwright.capture.module_devices import bind_call, bind_graph
 from meshwright.runtime import choose_device, join_group
 from meshwright.spec import Plan, PlanError, RunError, StagePlan, Workload
 from tests.marks import left_to_ci

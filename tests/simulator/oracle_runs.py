@@ -1,4 +1,4 @@
-"""A long run second by second: what `simulator.scenarios.run` says in whole intervals, told without any."""
+"""A long run second by second: what `simulator.scenarios.long_run` says in whole intervals, told without any."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from meshwright.cost import CostModel
 from meshwright.simulator import estimate_program, simulate_plan
 from meshwright.simulator.plan_simulation import program_of
 from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, has_jitter
-from meshwright.simulator.scenarios.run import draw_factors, jitter_factors
+from meshwright.simulator.scenarios.long_run import draw_factors, jitter_factors
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import MeshwrightError, Opcode, ProgramError
 from meshwright.spec.scenario import Jitter, Scenario, SlowDevice, SlowLink

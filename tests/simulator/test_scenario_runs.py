@@ -19,7 +19,7 @@ from meshwright.simulator.scenarios.forecast import (
     saved_bytes,
     young_interval,
 )
-from meshwright.simulator.scenarios.run import (
+from meshwright.simulator.scenarios.long_run import (
     Failure,
     Saving,
     StepStretch,

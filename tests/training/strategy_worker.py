@@ -14,7 +14,7 @@ import torch
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel
 from meshwright.planner.methods.flexflow import SoapResult, place_strategy, soap_space
-from meshwright.planner.methods.flexflow.search import anything
+from meshwright.planner.methods.flexflow.soap_chains import anything
 from meshwright.spec import Placement, Workload, decode_document, encode_document, load_cluster
 from meshwright.training import prepare
 from meshwright.training.split_model import split_source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.measurement import build_segments
-from meshwright.training.measure import op_source
+from meshwright.training.step_measuring import op_source
 
 
 @pytest.mark.parametrize("reference", ["gpt-tiny", "resnet-tiny", "unet-tiny"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.simulator import simulate_program
 from meshwright.spec import PlanError, to_seconds
-from meshwright.validation.schedules import StageSeconds, build_pipeline, estimate_pipeline
+from meshwright.validation.schedule_sets import StageSeconds, build_pipeline, estimate_pipeline
 from tests.marks import examples
 from tests.validation.pipelines import follow_1f1b
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.validation import load_table
-from meshwright.validation.schedules import (
+from meshwright.validation.schedule_sets import (
     BLOCKING,
     COUNTED,
     FOUND,
@@ -55,7 +55,7 @@ def pipeline_of(size, count, chunks, milliseconds):
 @settings(max_examples=examples(30), deadline=None)
 @given(size=st.integers(2, 6), rounds=st.integers(2, 4), chunks=st.integers(2, 3), milliseconds=times)
 def test_costs_have_closed_forms(size, rounds, chunks, milliseconds):
-    """What comes on top of the work, with messages (sources: `validation.schedules`; Narayanan et al., 2021)."""
+    """What comes on top of the work, with messages (sources: `validation.schedule_sets`; Narayanan et al., 2021)."""
     pipeline = pipeline_of(size, rounds * size, chunks, milliseconds)
     forward, inputs, weights, message = (each / 1e4 for each in milliseconds)
     work = rounds * size * (forward + inputs + weights)

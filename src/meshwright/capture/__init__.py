@@ -2,8 +2,8 @@
 
 `capture_model` traces, describes and checks a model, `check_capture` checks one later; `part` cuts out a runnable
 stage; `flatten_batch` orders a batch as the graph's inputs; `differentiate` gives the joint forward-backward graph;
-`rebuild` makes a module of a graph that has none, but for ops with a graph inside (`own_graph`); `capture_calls` makes
-a graph of single ATen calls.
+`module_parts` makes a module of a graph that has none, except for ops with a graph inside (`own_graph`);
+`capture_calls` makes a graph of single ATen calls.
 """
 
 from meshwright.capture.calls import capture_calls

@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from meshwright.capture.values import Slot, ValueLooks
+from meshwright.capture.value_looks import Slot, ValueLooks
 from meshwright.spec import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from meshwright.capture.walk import CaptureTable
+    from meshwright.capture.graph_walk import CaptureTable
 
 
 # The positions where a captured model may be cut into stages, and the values that each stage recomputes for itself.

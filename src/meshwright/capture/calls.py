@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from meshwright.capture.capture import Captured
 from meshwright.capture.describe import describe_trace
 from meshwright.capture.export import BatchLayout
+from meshwright.capture.graph_walk import FlatTrace
 from meshwright.capture.layer_division import Range
-from meshwright.capture.values import ValueLooks
-from meshwright.capture.walk import FlatTrace
+from meshwright.capture.value_looks import ValueLooks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture.call_facts import Legality
 from meshwright.capture.describe import GraphWithTable, NotAffineError, describe_trace
-from meshwright.capture.devices import CPU
 from meshwright.capture.export import split_batch, trace_model
+from meshwright.capture.graph_walk import CaptureTable, FlatTrace
 from meshwright.capture.layer_division import find_units
+from meshwright.capture.module_devices import CPU
 from meshwright.capture.module_parts import part
 from meshwright.capture.refusals import StateWatch, explain_checkpoint, refuse_frozen
 from meshwright.capture.surroundings import holds_data, kept_buffers, quiet_torch, training_flags
-from meshwright.capture.walk import CaptureTable, FlatTrace
 from meshwright.spec import CaptureError, EventSink, Graph, NullSink
 from meshwright.spec.own_code import own_loss
 
@@ -43,7 +43,7 @@ _FREE = frozenset(
      "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_assert_tensor_metadata", "_reshape_alias",
      "_unsafe_view")
 )  # fmt: skip
-# One operator under two names: ours has shapes for tensors without data (`grouped`).
+# One operator under two names: ours has shapes for tensors without data (`surroundings`).
 _SAME = {"_grouped_mm": "grouped_mm"}
 # The remark names at most this many modules, and operators of each.
 _TOLD_MODULES, _TOLD_OPERATORS = 3, 4

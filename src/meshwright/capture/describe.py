@@ -19,17 +19,17 @@ import torch
 from torch import fx, nn
 
 from meshwright.capture.call_facts import Legality, judge_cuts
-from meshwright.capture.devices import CPU
+from meshwright.capture.graph_walk import CaptureTable, OpRow, Walk, build_table, target_of, walk_trace
 from meshwright.capture.layer_division import OpLine, Range, divide
+from meshwright.capture.module_devices import CPU
 from meshwright.capture.module_parts import part
-from meshwright.capture.values import Slot
-from meshwright.capture.walk import CaptureTable, OpRow, Walk, build_table, target_of, walk_trace
+from meshwright.capture.value_looks import Slot
 from meshwright.spec import CaptureError, Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.blocks import block_signature
 
 if TYPE_CHECKING:
     from meshwright.capture.capture import Captured
-    from meshwright.capture.walk import FlatTrace
+    from meshwright.capture.graph_walk import FlatTrace
 
 
 # Ops with a graph inside, as those under `torch.no_grad` in a model: runnable beside ops that a graph alone tells.

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.flatten import flatten_export
+from meshwright.capture.graph_walk import FlatTrace
 from meshwright.capture.refusals import (
     StateWatch,
     explain_failure,
@@ -32,8 +33,7 @@ from meshwright.capture.refusals import (
 )
 from meshwright.capture.repeats import NotRepeatableError, Repeats, check_repeats, find_repeats, watch_numbers
 from meshwright.capture.surroundings import allocated, as_untraced, kept_buffers, training_flags
-from meshwright.capture.values import ValueLooks
-from meshwright.capture.walk import FlatTrace
+from meshwright.capture.value_looks import ValueLooks
 from meshwright.spec import CaptureError
 from meshwright.spec.own_code import own_loss
 

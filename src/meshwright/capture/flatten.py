@@ -1,8 +1,8 @@
 """An exported program → one flat fx graph over the user's own names, with repeated blocks written out.
 
 Drops what only served the export (assertions, arithmetic on sizes that nobody uses, `detach_` of fresh constants),
-merges the names of tied parameters, replaces devices by the CPU (`devices`), and moves the writes of re-bound buffers
-from the graph's end to just behind their last reader, so that they do not forbid every cut in between.
+merges the names of tied parameters, replaces devices by the CPU (`module_devices`), and moves the writes of re-bound
+buffers from the graph's end to just behind their last reader, so that they do not forbid every cut in between.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from meshwright.capture.devices import CPU, bind_call, bind_graph
+from meshwright.capture.graph_walk import LOSS_MODULE, Returned, args_of, target_of
+from meshwright.capture.module_devices import CPU, bind_call, bind_graph
 from meshwright.capture.refusals import user_place
 from meshwright.capture.repeats import ENTER, LEAVE, REPEAT, NotRepeatableError
-from meshwright.capture.walk import LOSS_MODULE, Returned, args_of, target_of
 from meshwright.spec import CaptureError
 
 if TYPE_CHECKING:

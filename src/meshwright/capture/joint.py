@@ -20,10 +20,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.describe import GraphWithTable, NotAffineError, describe_trace
+from meshwright.capture.graph_walk import FlatTrace, target_of
 from meshwright.capture.layer_division import Range, number_names
 from meshwright.capture.surroundings import quiet_torch
-from meshwright.capture.values import ValueLooks
-from meshwright.capture.walk import FlatTrace, target_of
+from meshwright.capture.value_looks import ValueLooks
 from meshwright.spec import CaptureError, Graph
 
 if TYPE_CHECKING:

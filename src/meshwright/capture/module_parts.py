@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from meshwright.capture.devices import CPU, bind_call, bind_graph, takes_device
-from meshwright.capture.values import Slot
-from meshwright.capture.walk import target_of, walk_trace
+from meshwright.capture.graph_walk import target_of, walk_trace
+from meshwright.capture.module_devices import CPU, bind_call, bind_graph, takes_device
+from meshwright.capture.value_looks import Slot
 from meshwright.spec import DTYPE_BYTES, Extent, Graph, GraphError, Op
 
 if TYPE_CHECKING:

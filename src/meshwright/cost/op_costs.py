@@ -2,7 +2,7 @@
 
 Each class of equal ops is estimated once: by measurement or roofline (`table`); on GPUs rooflines are replaced by the
 predictor of products (`kernels`) and by the kernels that torch launches (`gpu`); casts and sums of gradients are added
-(`conversions`), and collectives inside ops (`teams`). Products of all sizes are predicted together.
+(`conversion_costs`), and collectives inside ops (`teams`). Products of all sizes are predicted together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Times ops, optimizer steps, transfers and batches of whole models on this machine, into one measurement table."""
 
-from meshwright.measurement.batches import measure_batches
 from meshwright.measurement.clocks import CudaClock, DeviceClock, Sample
 from meshwright.measurement.copy_timing import measure_transfers
 from meshwright.measurement.device_rows import TableSizes as TableSizes
@@ -19,6 +18,7 @@ from meshwright.measurement.device_timing import (
 from meshwright.measurement.links import measure_links, measure_links_here
 from meshwright.measurement.machine_table import ALL_OPTIMIZERS, measure_machine, measure_rates
 from meshwright.measurement.merge import BATCH_CONDITIONS, merge_measurements
+from meshwright.measurement.op_batches import measure_batches
 from meshwright.measurement.op_timing import Company, OpRun, measure_ops
 from meshwright.measurement.optimizer_timing import is_out_of_memory, measure_optimizers
 from meshwright.measurement.rank_processes import RankContext, run_ranks

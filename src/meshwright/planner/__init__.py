@@ -1,7 +1,7 @@
 """Search the space of plans: numbers of stages, replicas and microbatches, the schedule, and the ranks of each stage.
 
 `whole_space` lists the choices of plans. `search_plans` asks the search methods (`methods`) for plans, simulates them
-(`evaluate`) and returns `Plans`, which explain themselves and say how far they may be from the optimum (`bounds`).
+(`evaluate`) and returns `Plans`, which explain themselves and say how far they may be from the optimum (`step_bounds`).
 `adopt_schedule` and `compare_schedules` put a plan under other schedules, `compare_exchanges` compares other gradient
 reductions, `find_order` searches for the fastest order of a plan's instructions. `replan` starts from a plan for the
 machines as they were. `place` instead puts every op on a device. `find_shares` says what each choice of the best plan

@@ -3,7 +3,7 @@
 A plan of the playground places its stages by one of the planner's layouts (`planner.placement`) and assigns them to
 ranks as its schedule requires (`planner.adoption`). Properties that no control can express stay as in the opened plan
 (`state.AS_PLANNED`): ranks in another order, unequal shares of microbatches, a user's schedule, recomputed ranges of
-ops, a way of reducing gradients. `opening` is the inverse.
+ops, a way of reducing gradients. `opened_plans` is the inverse.
 """
 
 from __future__ import annotations

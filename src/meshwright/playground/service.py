@@ -43,7 +43,7 @@ from meshwright.playground.controls import (
     to_query,
 )
 from meshwright.playground.jobs import RefusedError, Searches
-from meshwright.playground.opening import describe_given
+from meshwright.playground.opened_plans import describe_given
 from meshwright.playground.workbench import StateResult, Workbench
 from meshwright.report import describe_scenario
 from meshwright.report.page import page_html, page_script, page_style, versions

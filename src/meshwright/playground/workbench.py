@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel, load_cost_model
 from meshwright.planner import RankedPlan, rank_simulation
 from meshwright.playground.controls import Controls, base_cluster, scenario_cost, scenario_of
-from meshwright.playground.opening import plan_key, state_of_plan
+from meshwright.playground.opened_plans import plan_key, state_of_plan
 from meshwright.playground.page_layout import (
     again_of,
     check_duration,

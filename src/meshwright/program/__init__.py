@@ -1,14 +1,13 @@
 """Plan → Program: schedules, transfers and gradient reduction, written as data for the simulator and the runtime.
 
-sharding    the local graph of one rank where ops are split over several ranks, and their collectives; `lowering` turns
-            such plans, and plans with recompute, into plain ones
+sharding    the local graph of one rank where ops are split over several ranks, and their collectives; `plan_lowering`
+            turns such plans, and plans with recompute, into plain ones
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
-            `order_files` from a file in torch's format, `found` by a search
-program     `build_program` adds transfers (`crossings`, `transfers`), inputs, gradient reduction and updates
-            (`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of
-            `priorities`; on the host: `offload`, with `host_needs` counting host memory, and copies of activations:
-            `saved`); `endless` does it for asynchronous schedules, `placed` for placements, `folding` for one of many
-            identical replicas
+            `order_files` from a file in torch's format, `order_search` by a search
+program     `build_program` adds transfers (`stage_transfers`), inputs, gradient reduction and updates
+            (`gradient_exchange`, of `buckets`, in the order of `rank_rules`; `host_offload` on the host);
+            `endless_program` does it for asynchronous schedules, `placed_program` for placements, `pipeline_folding`
+            for one of many identical replicas
 at run time `controllers` decide what to add while a program runs, within the rules of `issuing`; `decided` records
             their decisions as a program
 afterwards  `repeat_body` unrolls it, `picture_schedule` draws it

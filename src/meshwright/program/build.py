@@ -1,8 +1,8 @@
 """Plan → Program: the order of the schedule, completed by transfers, gradient reduction and the optimizer.
 
 For each rank: `compute` runs the schedule's computations and, at the end, the optimizer; `send` and `receive` move the
-tensors that cross between stages on different ranks (`spec.slices` finds them, `transfers` decides when); `exchange`
-sums gradients.
+tensors that cross between stages on different ranks (`spec.slices` finds them, `stage_transfers` decides when);
+`exchange` sums gradients.
 
 The input pipeline is a bounded queue: each rank that reads inputs of the graph has a loader, which fills a queue of
 depth q with one microbatch after the other. The loader works asynchronously, at its own rate, until the queue is full:
@@ -249,7 +249,7 @@ def _wait_late(section: Section, rows: Ids, late: _Late, earlier: tuple[Ids | No
 
 
 def build_program(plan: Plan, graph: Graph) -> Program:
-    """Return the program of a plan; if the plan splits ops or recomputes, that of its local graph (`lowering`).
+    """Return the program of a plan; if the plan splits ops or recomputes, that of its local graph (`plan_lowering`).
 
     Raises PlanError if the plan does not match the graph or its schedule; ScheduleReferenceError, ScheduleError or
     DeadlockError if its own schedule changed, breaks a rule, or makes ranks wait for each other in a cycle.

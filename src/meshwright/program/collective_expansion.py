@@ -55,8 +55,8 @@ _GATHER, _AGAIN, _OWN, _SCATTER, _ACROSS = range(5)
 class Expansion:
     """Expands the instructions of one rank, in the order in which they are issued.
 
-    ``plan`` and ``graph`` are the local ones (`lowering`), ``stages`` those of the rank. Parameters gathered for one
-    microbatch serve others in flight, until a backward frees them.
+    ``plan`` and ``graph`` are the local ones (`plan_lowering`), ``stages`` those of the rank. Parameters gathered for
+    one microbatch serve others in flight, until a backward frees them.
     """
 
     def __init__(self, plan: Plan, graph: Graph, stages: Sequence[StageSlice], rank: int) -> None:

@@ -1,7 +1,7 @@
 """Files of orders: assign their lines to ranks, check their rules, and write a plan's orders as such a file.
 
 Line i is rank i, with microbatches numbered as in the plan; for a plan without replicas this is exactly the format of
-torch's pipelining (`torch_csv`). There, data parallelism is separate from the pipeline: for R identical pipelines, a
+torch's pipelining (`order_files`). There, data parallelism is separate from the pipeline: for R identical pipelines, a
 file holds one. Line i is then the i-th rank of each of them, and microbatch k of the file is microbatch k·R + r of
 pipeline r. Both forms are read; a written file holds one pipeline if possible.
 """
@@ -37,7 +37,7 @@ from meshwright.spec.own_code import MAX_SOURCE_BYTES
 #     0UNSHARD, 0RESHARD, 0REDUCE_GRAD        gathers and sums of parameters, without number  the same
 #
 # An empty action is a step in which the rank is idle. Messages are checked and then omitted, because a program makes
-# its own (`transfers`); the last three do nothing for stages whose parameters are not sharded, as in a plan.
+# its own (`stage_transfers`); the last three do nothing for stages whose parameters are not sharded, as in a plan.
 #
 # Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and `_PipelineScheduleRuntime._load_csv`.
 

@@ -4,7 +4,7 @@ The order of a rank: the forwards of its stages, microbatch by microbatch, each 
 training then the backwards in the opposite order, last microbatch first, and one step of the optimizer over all of its
 parameters. Gradients of parameters that several ranks compute with are summed as soon as they are ready (`buckets`).
 The orders of all ranks are parts of one order in which nothing is read before it is made (`spec.placement`), and sums
-come in one order on all ranks, so ranks cannot deadlock. Transfers are those of pipelines (`transfers`).
+come in one order on all ranks, so ranks cannot deadlock. Transfers are those of pipelines (`stage_transfers`).
 """
 
 from __future__ import annotations

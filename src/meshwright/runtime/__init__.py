@@ -1,26 +1,24 @@
 """Executes Programs on torch.distributed: the same instructions that the simulator estimates, with real tensors.
 
-opening         builds a `session` of one rank from a plan and a captured model, out of the other modules
-holding         a process's part of a plan: modules, parameters, program
-models          the model of a process: the captured model, or its share in a team (`teams`); `recompute` runs parts
-                of it again
-rank_program    the instructions of one rank, in the order of issue
-executor        issues them; `messages` hold values between stages, `bucket_sums` the gradients to sum, `pending` the
-                works that are not finished
-steps           the section that runs for each batch
-stage           forwards and backwards of one stage; `split_backward` for backwards in two parts, `versions` if weights
-                change in between, `repairs` against stale gradients
-clipping        the norm of all gradients
-compiling       layers that torch compiles; `compile_ahead` compiles them before the first step
-fully_sharded   replicas that shard gradients and parameters, `sharded_optimizer` replicas that shard optimizer states;
-                `ranges` makes modules of ranges of ops
-transport       sends, receives and sums, in `layouts` known to both ends; sums that follow others asynchronously
-exchange        buckets of gradients; `waves` of the changes of virtual workers
-coming          prefetched inputs
-devices         the devices of ranks: GPUs by CUDA, or processors
-alike           broadcasts of initial weights, and of the buffers of replicas
-stage_steps     the optimizer, stage by stage
-recorder        spans of all ranks on one clock
+opening          builds a `session` of one rank from a plan and a captured model, out of the other modules
+holding          a process's part of a plan: modules, parameters, program
+local_models     the model of a process: the captured model, or its share in a team (`teams`); `checkpointing` runs
+                 parts of it again
+rank_program     the instructions of one rank, in the order of issue
+executor         issues them and holds values between stages; `bucket_sums` has the gradients to sum, `transport` the
+                 works that are not finished
+session          the section that runs for each batch
+stage_module     forwards and backwards of one stage, also in two parts; `versions` if weights change in between
+optimizer_steps  the norm of all gradients, the loss scale, states sharded over replicas, and repairs of stale
+                 gradients; `stage_steps` steps stage by stage
+compiling        layers that torch compiles; `compile_ahead` compiles them before the first step
+fully_sharded    replicas that shard gradients and parameters; `ranges` makes modules of ranges of ops
+transport        sends, receives and sums, in `stage_layouts` known to both ends
+gradient_reduction  buckets of gradients
+prefetch         prefetched inputs
+devices          the devices of ranks: GPUs by CUDA, or processors
+replica_broadcast  broadcasts of initial weights, and of the buffers of replicas
+recorder         spans of all ranks on one clock
 """
 
 from meshwright.runtime.compiling import Compilation

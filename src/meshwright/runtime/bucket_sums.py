@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from meshwright.runtime.agreed import AgreedNumber
-from meshwright.runtime.exchange import Exchange
+from meshwright.runtime.gradient_reduction import Exchange
 from meshwright.runtime.optimizer_steps import ShardedBucket, ShardedBuckets
 from meshwright.runtime.rank_program import IssuedInstruction, RankProgram, bucket_of
 from meshwright.runtime.transport import Transport, Work

@@ -27,8 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.runtime.ranges import enclose, find_ops, note_ops
 from meshwright.runtime.teams.team_operators import Convert
-from meshwright.spec.errors import PlanError
-from meshwright.spec.graph import Graph
+from meshwright.spec import Graph, PlanError
 from meshwright.spec.recompute import kept_within
 
 _aten = torch.ops.aten

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from meshwright.runtime.agreed import AgreedNumber
 from meshwright.runtime.bucket_sums import BucketSums
-from meshwright.runtime.exchange import Exchange
+from meshwright.runtime.gradient_reduction import Exchange
 from meshwright.runtime.offload import Hosting
 from meshwright.runtime.optimizer_steps import LossScale
 from meshwright.runtime.prefetch import Coming

@@ -35,9 +35,9 @@ from meshwright.program.buckets import cut_parts
 from meshwright.runtime.checkpointing import RecomputedRange
 from meshwright.runtime.compile_ahead import compile_ahead
 from meshwright.runtime.devices import choose_device
-from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.fully_sharded import own_part
+from meshwright.runtime.gradient_reduction import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.holding import Holding, arrange_sections, take_holding
 from meshwright.runtime.offload import (
     Hosted,

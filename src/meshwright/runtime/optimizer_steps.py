@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from meshwright.program import Bucket, cut_pieces
 from meshwright.program.buckets import Parts
 from meshwright.runtime.agreed import AgreedNumber
-from meshwright.runtime.exchange import BucketBuffer, BucketExchange
 from meshwright.runtime.fully_sharded import own_part
+from meshwright.runtime.gradient_reduction import BucketBuffer, BucketExchange
 from meshwright.runtime.precisions import set_gradient_type
 from meshwright.runtime.rank_program import RankProgram
 from meshwright.runtime.teams.grid import TeamPosition

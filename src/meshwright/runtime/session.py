@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from meshwright.cost.memory import Backend
 from meshwright.runtime.devices import own_device
-from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.executor import Executor, Inputs, Outputs, Visit
 from meshwright.runtime.fully_sharded import own_part
+from meshwright.runtime.gradient_reduction import Exchange
 from meshwright.runtime.local_models import Model
 from meshwright.runtime.offload import Hosting
 from meshwright.runtime.precisions import multiplying

@@ -23,7 +23,7 @@ from meshwright.spec import ProgramError
 class VersionedPart:
     """A part that is called with weights of a version; the newest is 0 at first.
 
-    ``ahead``: predicted weights this number of updates later are used instead (`repairs`), one set per version.
+    ``ahead``: predicted weights this number of updates later are used instead (`optimizer_steps`), one set per version.
     """
 
     def __init__(self, part: torch.nn.Module, ahead: int = 0) -> None:

@@ -1,16 +1,16 @@
 """Program × costs → Timeline and peak memory, on a virtual clock.
 
-`simulate_plan` reduces a plan to the work of one device of each tensor-parallel group (`teams`), builds its program and
-estimates its costs (`program_estimate`: stages by `stage_costs` and `stage_bytes`, sharded states by `state_shards`).
-Then it runs the program: `unroll` concatenates the sections (all repetitions as one for asynchronous programs),
-`engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. Contended links are granted
-one request at a time (`engine`) or shared fairly (`fair`, `sharing`); `joins` continue when some of their waits have
-happened; `deadlock` explains why a program stops. `simulate_controlled` (`controlled`, `growing`, `control`) asks a
-controller what to add while a program runs. `folding` finds identical replicas, of which only one is simulated; `many`
-simulates many plans on all cores. `allocation` follows one rank's memory op by op, `op_spans` gives the ops inside each
-computation, `overflow` explains which ranks run out of memory, `host_memory` counts the bytes on hosts and drives.
-`exchange_order` finds the order in which gradient parts are sent, `scenarios` simulates a plan on changed machines.
-`explain_step` finds what bounds a step (`critical_path`) and what would shorten it (`levers`).
+`simulate_plan` (`plan_simulation`) reduces a plan to the work of one device of each tensor-parallel group (`routes`),
+builds its program and estimates its costs (`program_estimate`: stages by `stage_costs` and `stage_bytes`, sharded
+states by `state_shards`). Then it runs the program: `unroll` concatenates the sections (all repetitions as one for
+asynchronous programs), `engine` finds when each instruction ends, `simulate` follows the bytes, `simulation` sums up,
+also the bytes on hosts and drives. Contended links are granted one request at a time (`engine`) or shared fairly
+(`fair`, `sharing`); `joins` continue when some of their waits have happened; `deadlock` explains why a program stops
+and which ranks run out of memory. `simulate_controlled` (`controlled`, `growing`, `control`) asks a controller what to
+add while a program runs. `pipeline_alike` finds identical replicas, of which only one is simulated; `many` simulates
+many plans on all cores. `rank_allocation` follows one rank's memory op by op. `exchange_order` finds the order in which
+gradient parts are sent, `scenarios` simulates a plan on changed machines. `explain_step` (`critical_path`) finds what
+bounds a step and what would shorten it.
 """
 
 from meshwright.simulator.controlled import ControlledRun, EstimateIssue, simulate_controlled

@@ -3,7 +3,7 @@
 Two pipelines p and q are identical if every fact that the simulator reads of a rank or a link is the same for both:
 
     devices      stage by stage, the same kind of device in the same kind of node
-    messages     pair by pair of stages: inside a node or not, and how far apart there (`cost.collectives.groups`)
+    messages     pair by pair of stages: inside a node or not, and how far apart there (`collective_groups`)
     links        the messages of p share links among each other where those of q do
     sums         the rings of the same gradient sums use a link of p and that link's counterpart in q
     work         the same number of microbatches

@@ -1,6 +1,6 @@
 """Simulate a plan: build the program, estimate its costs, run it on the virtual clock, sum up.
 
-Identical pipelines are simulated once (`folding`). The steady step is the first one if all later ones repeat it
+Identical pipelines are simulated once (`pipeline_alike`). The steady step is the first one if all later ones repeat it
 (below); else `STEADY_STEPS` are simulated.
 
 A steady step follows others without waiting: fast enough hosts have issued all of it before. So it is simulated without

@@ -324,7 +324,7 @@ def run_unrolled(
 ) -> tuple[Network, Ids, Ids]:
     """Run until durations no longer change. Return the network as it ran, and start and end of each span in ps.
 
-    Host processor time of transfers, and waiting for it, lengthen the instructions' durations (`host_time`).
+    Host processor time of transfers, and waiting for it, lengthen the instructions' durations (`simulate`).
     """
     network = unrolled.network
     ran, start_ps, end_ps = _run(program, unrolled, network, contention)

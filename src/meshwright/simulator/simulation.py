@@ -16,9 +16,9 @@ step counts even if it is done before or after the window. Per rank,
 Bubble fraction = Σ idle / (ranks x step time). MFU = FLOPs of the model per step / (step time x Σ peak rate of the
 devices used); HFU counts what the devices really execute, including ops repeated in several stages and recompute.
 
-The timeline of all ranks is made from that of their representatives (`folding`). The spans of a rank are those of its
-representative; only the number of the rank and the numbers of its microbatches differ. The result equals a simulation
-of all ranks, column by column.
+The timeline of all ranks is made from that of their representatives (`pipeline_alike`). The spans of a rank are those
+of its representative; only the number of the rank and the numbers of its microbatches differ. The result equals a
+simulation of all ranks, column by column.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Model references that are data files: a stored graph, or the configuration of a Hugging Face model.
 
 Both are called ``something.json``, so the content decides: a stored graph has ``schema``, a configuration has
-``model_type``. A folder stands for its ``config.json``, an id of the Hugging Face Hub for the one there (`hub`).
-Nothing in a file is executed.
+``model_type``. A folder stands for its ``config.json``, an id of the Hugging Face Hub for the one there
+(`model_files`). Nothing in a file is executed.
 """
 
 from __future__ import annotations

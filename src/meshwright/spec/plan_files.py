@@ -11,7 +11,7 @@ from meshwright.spec.parsing import read_data
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
-# The kind of a strategy of single layers (`planner.methods.flexflow.result`), which no program can be made of.
+# The kind of a strategy of single layers (`planner.methods.flexflow.soap_result`), which no program can be made of.
 STRATEGY = "soap-strategy"
 
 

@@ -3,7 +3,7 @@
 A range keeps the values that it reads from outside, and the results of those of its ops that are in `Graph.keeps`. When
 the backward reaches the end of the range, its other ops run again, up to the last value that their backward reads
 (torch.utils.checkpoint stops early, too; results are kept as by its create_selective_checkpoint_contexts).
-`recompute_words` defines the words by which users choose.
+`recompute` defines the words by which users choose.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ replicas devices are tensor · context · data devices with data = expert · rep
 they wait for each other in every exchange of tokens. The data-parallel axis, over which gradients of replicas are
 summed, is not an axis here.
 
-A `Layout` says how one tensor is laid out on one axis. `collective` lists what the ranks of an axis exchange.
+A `Layout` says how one tensor is laid out on one axis. `exchange` lists what the ranks of an axis exchange.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.templates.builder import B, GraphBuilder, Internal, OwnOutput, times
+from meshwright.templates.graph_builder import B, GraphBuilder, Internal, OwnOutput, times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.templates.builder import Saved, Shape
+    from meshwright.templates.graph_builder import Saved, Shape
 
 
 def embedding(graph: GraphBuilder, name: str, rows: int, width: int, indices: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshwright.spec import Graph
-from meshwright.templates.builder import B, GraphBuilder, Internal, times
+from meshwright.templates.graph_builder import B, GraphBuilder, Internal, times
 from meshwright.templates.modules import add, cross_entropy, linear, relu
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from meshwright.spec import (
 )
 from meshwright.training.job import Job
 from meshwright.training.launch import run_plan
-from meshwright.training.measure import Sizes, captured_model
+from meshwright.training.step_measuring import Sizes, captured_model
 
 # Steps before the recorded ones: allocator and oneDNN's cache warm up in them.
 _WARM_UP_STEPS = 2

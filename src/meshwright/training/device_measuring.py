@@ -54,8 +54,8 @@ from meshwright.spec import (
 )
 from meshwright.spec.measurements import BUCKET_COPY, read_move_key
 from meshwright.spec.precision import SIMULATED_ONLY, Numbers, Precision, numbers_of
-from meshwright.training.measure import Sizes, host_overhead
 from meshwright.training.precision import OF_ONE_TYPE
+from meshwright.training.step_measuring import Sizes, host_overhead
 from meshwright.zoo import load_model
 
 # The distinct ops of a model as single calls on a device, in the types in which a precision computes them.

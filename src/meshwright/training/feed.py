@@ -44,7 +44,7 @@ from meshwright.spec import (
     name_model,
 )
 from meshwright.training.job import tile
-from meshwright.training.measure import Sizes
+from meshwright.training.step_measuring import Sizes
 from meshwright.zoo import ModelSource, load_model
 
 # Times of batches of a named model on a device of this machine: joins zoo, host and measurement.

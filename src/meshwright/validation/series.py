@@ -118,8 +118,8 @@ DATASETS = (
     DataSet(
         name="schedules",
         about="bubbles and speed-ups of pipeline schedules that Zero Bubble states, from its times of stages",
-        score=Later(function="schedules.score_schedules"),
-        quick=Later(function="schedules.score_schedules", quick=True),
+        score=Later(function="schedule_sets.score_schedules"),
+        quick=Later(function="schedule_sets.score_schedules", quick=True),
     ),
 )
 

@@ -42,7 +42,7 @@ from meshwright.spec import (
 )
 from meshwright.templates import decoder_graph, residual_graph
 from meshwright.templates.shapes import ResidualShape, TrainingSetup, part_starts
-from meshwright.validation.schedules import SCHEDULE_NAMES
+from meshwright.validation.schedule_sets import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,7 +10,7 @@ from meshwright.zoo.lora import LoRAShape
 from meshwright.zoo.mixtral import Mixtral, MixtralShape
 from meshwright.zoo.references import load_model
 from meshwright.zoo.resnet import ResNet, ResNetShape
-from meshwright.zoo.shapes import Shape, load_shape, zoo_names
+from meshwright.zoo.shape_files import Shape, load_shape, zoo_names
 from meshwright.zoo.source import ModelSource
 from meshwright.zoo.t5 import T5, T5Shape
 from meshwright.zoo.unet import UNet, UNetShape

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.zoo.batches import Batch
+from meshwright.zoo.batch_examples import Batch
 from meshwright.zoo.checks import check_heads, check_length
 from meshwright.zoo.gpt import self_attention
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import NUM_COLOURS, Batch, random_images
+from meshwright.zoo.batch_examples import NUM_COLOURS, Batch, random_images
 from meshwright.zoo.checks import check_halvings
 
 NORM_EPSILON = 1e-6  # tf.contrib.layers.group_norm, which the published code calls

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import Batch
+from meshwright.zoo.batch_examples import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

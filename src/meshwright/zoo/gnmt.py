@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import Batch, random_translations, token_cross_entropy
+from meshwright.zoo.batch_examples import Batch, random_translations, token_cross_entropy
 
 INITIAL_RANGE = 0.1  # init_weight of MLPerf's reference
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.zoo.batches import Batch, random_texts, token_cross_entropy
+from meshwright.zoo.batch_examples import Batch, random_texts, token_cross_entropy
 from meshwright.zoo.checks import check_heads, check_length
 
 INITIAL_DEVIATION = 0.02  # GPT-2's

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.initialization import meta_device_safe_creation_ops
 
 from meshwright.spec import ModelReferenceError, suggest
-from meshwright.zoo.batches import cross_entropy, random_tokens, token_cross_entropy
+from meshwright.zoo.batch_examples import cross_entropy, random_tokens, token_cross_entropy
 
 # What a Hugging Face model is trained on: a synthetic batch and a loss for each task.
 #

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import Batch, random_texts, token_cross_entropy
+from meshwright.zoo.batch_examples import Batch, random_texts, token_cross_entropy
 from meshwright.zoo.checks import check_length
 
 INITIAL_DEVIATION = 0.02  # initializer_range of the published configurations

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import token_cross_entropy
+from meshwright.zoo.batch_examples import token_cross_entropy
 from meshwright.zoo.llama import GroupedAttention, RotaryDecoder, RotaryShape
 
 BALANCE_COEFFICIENT = 0.02  # router_aux_loss_coef of the published configuration

@@ -38,7 +38,7 @@ from meshwright.zoo.model_files_of_zoo import (
     refuse_unallocated,
     reported,
 )
-from meshwright.zoo.shapes import Shape, load_shape, zoo_names
+from meshwright.zoo.shape_files import Shape, load_shape, zoo_names
 from meshwright.zoo.source import LossOrigin, ModelSource, is_floating_tensor, mean_square_loss
 
 # A vocabulary of this size is taken for bytes.

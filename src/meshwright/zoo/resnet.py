@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import NUM_COLOURS, Batch, cross_entropy, random_images
+from meshwright.zoo.batch_examples import NUM_COLOURS, Batch, cross_entropy, random_images
 
 BOTTLENECK_EXPANSION = 4  # table 1: the outer width of a bottleneck is four times its inner width
 

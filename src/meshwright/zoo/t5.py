@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import Batch, random_translations, token_cross_entropy
+from meshwright.zoo.batch_examples import Batch, random_translations, token_cross_entropy
 
 NORM_EPSILON = 1e-6  # layer_norm_epsilon of the published code
 

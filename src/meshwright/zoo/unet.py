@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import NUM_COLOURS, Batch, cross_entropy, random_images
+from meshwright.zoo.batch_examples import NUM_COLOURS, Batch, cross_entropy, random_images
 from meshwright.zoo.checks import check_halvings
 
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 
-from meshwright.planner.methods.flexflow.space import Edge, LayerTable, SoapMachine, Weight, assemble
+from meshwright.planner.methods.flexflow.soap_spaces import Edge, LayerTable, SoapMachine, Weight, assemble
 
 SIZE = 12
 

@@ -15,12 +15,12 @@ from meshwright.planner.methods.flexflow import (
     search_soap,
     soap_space,
 )
-from meshwright.planner.methods.flexflow.arrays import COUNT, ROW, empty_schedule, empty_strategy
 from meshwright.planner.methods.flexflow.chain import ACCEPTED, SIMULATED, empty_chain, start, walk
 from meshwright.planner.methods.flexflow.configure import configure_all
 from meshwright.planner.methods.flexflow.full import shortest_tails, simulate_all
 from meshwright.planner.methods.flexflow.layers import find_layers
-from meshwright.planner.methods.flexflow.search import STARTS, data_parallel
+from meshwright.planner.methods.flexflow.soap_arrays import COUNT, ROW, empty_schedule, empty_strategy
+from meshwright.planner.methods.flexflow.soap_chains import STARTS, data_parallel
 from meshwright.planner.methods.flexflow.temperature import adjust, calibrate
 from meshwright.spec import DocumentError, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.methods.flexflow.arrays import COUNT, END, READY, ROW, empty_schedule, empty_strategy
 from meshwright.planner.methods.flexflow.chain import (
     begin_change,
     keep,
@@ -15,7 +14,8 @@ from meshwright.planner.methods.flexflow.chain import (
 )
 from meshwright.planner.methods.flexflow.configure import configure, configure_all
 from meshwright.planner.methods.flexflow.full import BEYOND, NO_LIMIT, shortest_tails, simulate_all
-from meshwright.planner.methods.flexflow.space import LayerTable, SoapMachine, Weight, assemble
+from meshwright.planner.methods.flexflow.soap_arrays import COUNT, END, READY, ROW, empty_schedule, empty_strategy
+from meshwright.planner.methods.flexflow.soap_spaces import LayerTable, SoapMachine, Weight, assemble
 from tests.planner.methods.soap_oracle import simulate
 from tests.planner.methods.soap_problems import (
     as_arrays,

@@ -1,9 +1,9 @@
 """Costs of collectives: by datasheet on the graph of links, and from measurements of this or other clusters."""
 
 from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, CollectiveOp, Topology, load_topology
+from meshwright.cost.collectives.collective_groups import CollectiveGroup, group_in_mesh, place_group
 from meshwright.cost.collectives.fitted import CollectiveModel
 from meshwright.cost.collectives.fitting import fit_collectives
-from meshwright.cost.collectives.groups import CollectiveGroup, group_in_mesh, place_group
 
 __all__ = [
     "COLLECTIVE_OPS",

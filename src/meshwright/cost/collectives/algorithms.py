@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 
-from meshwright.cost.collectives.groups import CollectiveGroup
+from meshwright.cost.collectives.collective_groups import CollectiveGroup
 from meshwright.spec import ClusterError, MeasurementError, decode_document, suggest
 from meshwright.spec.parsing import read_data
 

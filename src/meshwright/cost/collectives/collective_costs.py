@@ -1,8 +1,8 @@
 """The cost of a collective on a cluster: measured there, else measured elsewhere, else by datasheet.
 
     own         the user's rows (`fit_collectives`), if all ranks are of the measured device kind
-    shipped     public measurements of nodes with the same device kind and link (`shipped`), inside a node
-    datasheet   `quote_collective`, with the interval that such costs had on public clusters (`errors`)
+    shipped     public measurements of nodes with the same device kind and link (`shipped_fits`), inside a node
+    datasheet   `quote_collective`, with the interval that such costs had on public clusters (`datasheet`)
 
 The first comparable source is used. The datasheet is mostly too fast. So its estimate for a link slower than a measured
 one is raised at least to the measurement; and across nodes an op of `_GROWING` takes no less than among its ranks on
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, check_messages
+from meshwright.cost.collectives.collective_groups import place_group
 from meshwright.cost.collectives.datasheet import bound_cost, datasheet_scale, quote_collective
-from meshwright.cost.collectives.groups import place_group
 from meshwright.cost.collectives.shipped_fits import load_shipped
 from meshwright.cost.costs import Predictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from meshwright.cost.collectives.collective_groups import CollectiveGroup
     from meshwright.cost.collectives.datasheet import Tariff
     from meshwright.cost.collectives.fitted import CollectiveModel
-    from meshwright.cost.collectives.groups import CollectiveGroup
     from meshwright.cost.costs import Basis, Floats
     from meshwright.spec import Cluster
 

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import count_steps, port_share
+from meshwright.cost.collectives.collective_groups import CollectiveGroup
 from meshwright.cost.collectives.fitted import ErrorScale
 from meshwright.cost.collectives.fitting import UNKNOWN
-from meshwright.cost.collectives.groups import CollectiveGroup
 from meshwright.cost.costs import Interval
 from meshwright.spec import ClusterError, decode_document
 from meshwright.spec.parsing import read_data

@@ -2,7 +2,7 @@
 
     measured      exactly this size and group
     interpolated  the group, at other sizes: on straight lines through the measured points and a kriging of all series
-                  on a grid between and beyond them, computed once (`smoothing`)
+                  on a grid between and beyond them, computed once (`kriging`)
     transferred   t = t₀(lo)^(1-u)·t₀(hi)^u + w(lo)^(1-v)·w(hi)^v, u linear in log n, v linear in 1/n
 
 where t₀(m) is the latency of a measured group of m ranks, its time at the smallest size of the grid, and w(m) = t(m,
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import CollectiveOp, Topology, check_messages, count_steps, port_share
-from meshwright.cost.collectives.groups import CollectiveGroup
+from meshwright.cost.collectives.collective_groups import CollectiveGroup
 from meshwright.cost.costs import Interval, Predictions
 from meshwright.cost.op_estimates import Curve
 from meshwright.spec import DTYPE_BYTES

@@ -1,4 +1,4 @@
-"""From rows of the measurement table to a `CollectiveModel`: curves over sizes (`smoothing`), errors of held-out rows.
+"""From rows of the measurement table to a `CollectiveModel`: curves over sizes (`kriging`), errors of held-out rows.
 
 Not used: sizes that move nothing, points that the source raised to a neighbour's rate (flags ``noop``, ``plateau``),
 groups of one rank, zero seconds. Rows of phase ``host`` (the CPU's share of a transfer) are fitted separately, on
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS
+from meshwright.cost.collectives.collective_groups import CollectiveGroup, group_in_mesh
 from meshwright.cost.collectives.fitted import (
     CollectiveModel,
     ErrorScale,
@@ -28,7 +29,6 @@ from meshwright.cost.collectives.fitted import (
     list_places,
     transfer,
 )
-from meshwright.cost.collectives.groups import CollectiveGroup, group_in_mesh
 from meshwright.cost.collectives.kriging import draw_series
 from meshwright.cost.costs import Interval, fit_interval
 from meshwright.spec import MeasurementError

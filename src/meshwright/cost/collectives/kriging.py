@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.collectives.groups import CollectiveGroup
+    from meshwright.cost.collectives.collective_groups import CollectiveGroup
     from meshwright.cost.costs import Floats
     from meshwright.records import Records
 

@@ -1,7 +1,7 @@
 """A listing of a cluster's collectives: each at a few sizes, the best orders of ranks for the links, and limits.
 
 bus bandwidth   bytes through a port / seconds, by the ring in one node (`port_share`), to compare with a link's
-orders          the given one, and the best by the slowest link, with the number of such links (`rings`)
+orders          the given one, and the best by the slowest link, with the number of such links (`algorithms`)
 limits          BytePS's closed form over the nodes and their NICs: with no spare machine (the ring), with half and
                 with the same number of spare machines
 
@@ -21,7 +21,7 @@ from meshwright.cost.collectives.algorithms import (
     parameter_server_seconds,
     port_share,
 )
-from meshwright.cost.collectives.groups import CollectiveGroup
+from meshwright.cost.collectives.collective_groups import CollectiveGroup
 from meshwright.report import make_table
 from meshwright.spec import ClusterError
 

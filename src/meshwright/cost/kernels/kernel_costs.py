@@ -11,7 +11,7 @@ The measured rows are products of activations and weights, one at a time. A cost
 else. The same library with other layouts or many products at once has the interval of the same code on another device;
 convolutions, estimated as implicit GEMMs, that of other code there (`OpModel.transfers`). `cost.gpu.gpu_products`
 corrects what the predictor does not cover. All other ops keep their costs, as do sizes beyond any device and dtypes
-without a rate in the datasheet (`checks`).
+without a rate in the datasheet (`demand`).
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class KernelModel:
 
         A window may be 0. A matmul may have a ``count`` of equal products. Raises MeasurementError for invalid sizes,
         for an op that the model does not contain, and for a device whose datasheet states no multiprocessors, cache or
-        clock, or no rate of the dtype (`checks`).
+        clock, or no rate of the dtype (`demand`).
         """
         if kernel.op not in self.ops:
             raise MeasurementError(f"No predictor of {kernel.op!r}; there are those of {', '.join(sorted(self.ops))}.")

@@ -41,7 +41,7 @@ class SharedUnits(NamedTuple):
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """A key that is equal for stages that differ only in the names of their ops and parameters (`alike`)."""
+        """A key, equal for stages that differ only in names of ops and parameters (`memory_likeness`)."""
         sizes = ((unit.gathered_bytes, unit.scattered_bytes, unit.own_bytes) for unit in (self.root, *self.units))
         return (self.stay_gathered, *sizes)
 

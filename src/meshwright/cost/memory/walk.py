@@ -1,4 +1,4 @@
-"""Walk through the ops of a stage and record their allocations and frees; the model is described in `step`."""
+"""Walk through the ops of a stage and record their allocations and frees; the model is described in `stage_memory`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Place every op of a graph on a device, so that one step takes as little time as possible.
 
     tasks        ops that can only be placed together (`op_tasks`), and chains of them: a branch moves as a whole
-    candidates   all on one device; pipelines of equal parts; list schedules of tasks, of chains (`earliest_finish`)
+    candidates   all on one device; pipelines of equal parts; list schedules of tasks, of chains (`placement_search`)
     step time    of each candidate, simulated with its program: one step from a cold start
     search       chains of the best one are moved, the heaviest first, while that makes it faster
 

@@ -1,13 +1,13 @@
 """Schedules: the order in which each rank computes. They yield data; nothing is executed here.
 
-A named schedule is a function plan → the computations of all ranks as columns. It needs a layout (`layouts`): where
+A named schedule is a function plan → the computations of all ranks as columns. It needs a layout (`seats`): where
 the stages lie, and with how many replicas. Replica r of a stage with R replicas has the microbatches r, r + R, ...,
 or in `shares` those of its share.
 
-    single           gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
-    virtual          interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i
+    chunked          gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
+                     interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i
     bidirectional    zb-v, dualpipe-v, dualpipe    two stages on a rank, counted from both ends
-    endless          pipedream, pipedream-vertical, pipedream-2bw, hetpipe    one stage on a rank, asynchronous: more
+    asynchronous     pipedream, pipedream-vertical, pipedream-2bw, hetpipe    one stage on a rank, asynchronous: more
                      than an order
 
 A user's own schedules yield typed instructions: `own_schedules` finds them, `orders` checks what they yield.
@@ -47,7 +47,7 @@ SCHEDULES: dict[SynchronousName, NamedSchedule] = {
     "dualpipe-v": dualpipe_v,
 }
 
-# The layout of a plan's stages for each schedule; see `layouts`.
+# The layout of a plan's stages for each schedule; see `seats`.
 SCHEDULE_LAYOUTS: dict[ScheduleName, LayoutKind] = {
     "gpipe": "single",
     "1f1b": "single",

@@ -1,11 +1,12 @@
 """Sharding: a graph and a `Sharding` → the local graph of one rank and the collectives between the ranks.
 
 table       `placements.toml`: the dims by which each operator can be split, and the collectives of conversions
-            (`table`, `views`, `dims`)
-propagate   `rules` choose the label along which each op is split, and so the layout of every tensor (`facts`, `absorb`)
-experts     `grouped` finds mixtures that sort choices by expert, `dispatch` their exchanges, `experts` checks counts
-local       `convert` converts tensors to the layouts in which they are read, `local` writes the local graph, `shard`
-            does it per axis
+            (`placement_table`, `views`, `dims`)
+propagate   `propagate` and `sharding_rules` choose the label along which each op is split, and so the layout of every
+            tensor (`axis_facts`)
+experts     `expert_ops` finds mixtures that sort choices by expert and checks counts, `convert` their exchanges
+local       `convert` converts tensors to the layouts in which they are read, `local_graphs` writes the local graph,
+            axis by axis
 data        `zero` gives the gathers and scatters of replicas that shard their parameters
 """
 

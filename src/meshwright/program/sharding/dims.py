@@ -13,13 +13,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.program.sharding import views
-from meshwright.program.sharding.calls import OpSignature, aligned, one, plain, unknown, whole, with_fixed
+from meshwright.program.sharding.op_signatures import OpSignature, aligned, one, plain, unknown, whole, with_fixed
 from meshwright.program.sharding.placement_table import operator_name, operator_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meshwright.program.sharding.calls import Dims, Found, Shape
+    from meshwright.program.sharding.op_signatures import Dims, Found, Shape
 
 
 # Dims of operators whose equation follows from shapes and attributes: norms, sums, convolutions.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.program.sharding.calls import one
 from meshwright.program.sharding.dims import OpDims
+from meshwright.program.sharding.op_signatures import one
 from meshwright.program.sharding.placement_table import operator_name
 from meshwright.spec import PlanError
 

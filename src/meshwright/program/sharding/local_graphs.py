@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from meshwright.program.sharding.axis_facts import AxisGraph
 from meshwright.program.sharding.convert import Conversions, split_shape
 from meshwright.program.sharding.dims import find_label
 from meshwright.program.sharding.expert_ops import misplaced
-from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.propagate import propagate
 from meshwright.program.sharding.sharded import ShardedGraph
 from meshwright.program.sharding.sharding_rules import is_meant, rule_for

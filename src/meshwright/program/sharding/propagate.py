@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from meshwright.program.sharding.axis_facts import AxisGraph
 from meshwright.program.sharding.dims import gradient_is_sum
-from meshwright.program.sharding.facts import AxisGraph
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.program.sharding.calls import Dim
     from meshwright.program.sharding.dims import OpDims, OpSplit
+    from meshwright.program.sharding.op_signatures import Dim
 
 # (dim, parts) along which a tensor is split, None if it is whole.
 Place = tuple[int, int] | None

@@ -26,7 +26,7 @@ class ShardedGraph:
     1, the layout of each tensor on that axis. ``reduced_parameters``: per axis, the parameters whose gradients are
     partial on each rank; they are summed once per step before the optimizer. On the expert axis, whose ranks are
     replicas of each other, these are all parameters that are not split over it (`layouts`). ``own_rows``: tensors of
-    sorted choices (`grouped`), whose order is each rank's own.
+    sorted choices (`expert_ops`), whose order is each rank's own.
     """
 
     graph: Graph

@@ -5,7 +5,7 @@ tensor     a product with a parameter is row-parallel where its other input is s
            a table of many rows is split by rows; any other op follows its inputs. Sums are completed whole, or over
            tokens (sequence parallelism)
 context    tokens of all inputs are split, and everything follows; attention reads whole keys and values
-expert     every rank has samples of its own; products with a matrix per expert, batched or grouped (`grouped`), are
+expert     every rank has samples of its own; products with a matrix per expert, batched or grouped (`expert_ops`), are
            split over the experts, and tables by the user's placements; sums are scattered over the samples
 """
 
@@ -16,9 +16,9 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwright.program.sharding.axis_facts import UNEVEN_FROM, divides
 from meshwright.program.sharding.dims import OpSplit, find_label
 from meshwright.program.sharding.expert_ops import ROWS, check_experts
-from meshwright.program.sharding.facts import UNEVEN_FROM, divides
 from meshwright.program.sharding.propagate import arriving, follow
 from meshwright.program.sharding.sharded import MESH
 from meshwright.spec import FLOAT_DTYPES, PlanError
@@ -26,7 +26,7 @@ from meshwright.spec import FLOAT_DTYPES, PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshwright.program.sharding.facts import AxisGraph
+    from meshwright.program.sharding.axis_facts import AxisGraph
     from meshwright.program.sharding.propagate import AxisRule, Place, PropagationState
     from meshwright.spec import Op, OpPlacement, Sharding
     from meshwright.spec.exchange import Axis

@@ -1,7 +1,7 @@
 """What kind of measurements a file holds, told by its content, and its rows.
 
     parquet    our own table, or a public one (aiconfigurator)        {...}      a trace, or a table of one device
-    pickle     Alpa's profiling database, read by `pickled` alone     a -- b     PipeDream's profile
+    pickle     Alpa's profiling database, read by `alpa` alone     a -- b     PipeDream's profile
     a,b,c      a public table (aiconfigurator, vTrain)                tabs       Alpa's results
 
 Any of them may be compressed (gzip). Sizes are limited before anything is read.

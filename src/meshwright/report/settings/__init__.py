@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from meshwright.report.settings.accelerate import export_accelerate
 from meshwright.report.settings.deepspeed import export_deepspeed
-from meshwright.report.settings.facts import RegularPlan, gather_facts
 from meshwright.report.settings.launch_scripts import launch_lines, launch_script, ranks_per_node, slurm_script
 from meshwright.report.settings.megatron import export_megatron
-from meshwright.report.settings.orders import export_orders
+from meshwright.report.settings.order_settings import export_orders
+from meshwright.report.settings.plan_facts import RegularPlan, gather_facts
 from meshwright.report.settings.settings import Settings, Unsaid, notes
 from meshwright.report.settings.torchtitan import export_torchtitan
 from meshwright.spec import Cluster, Graph, Plan, PlanError, suggest

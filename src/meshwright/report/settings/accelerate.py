@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from meshwright.report.settings.facts import (
+from meshwright.report.settings.launch_scripts import DEFAULT_PORT
+from meshwright.report.settings.megatron import recompute_words, require_adam, unsaid_split
+from meshwright.report.settings.plan_facts import (
     RegularPlan,
     StageParts,
     describe_stages,
     require_blocks,
     require_transformer,
 )
-from meshwright.report.settings.launch_scripts import DEFAULT_PORT
-from meshwright.report.settings.megatron import recompute_words, require_adam, unsaid_split
 from meshwright.report.settings.settings import (
     Settings,
     Unsaid,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshwright.report.settings.facts import RegularPlan, describe_stages
+from meshwright.report.settings.plan_facts import RegularPlan, describe_stages
 from meshwright.report.settings.settings import (
     Settings,
     Unsaid,

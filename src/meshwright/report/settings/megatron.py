@@ -17,7 +17,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from meshwright.report.settings.facts import RegularPlan, StageParts, require_blocks, require_transformer
+from meshwright.report.settings.plan_facts import RegularPlan, StageParts, require_blocks, require_transformer
 from meshwright.report.settings.settings import (
     Settings,
     Unsaid,

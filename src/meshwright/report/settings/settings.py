@@ -24,7 +24,7 @@ from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import UNSHARDED
 
 if TYPE_CHECKING:
-    from meshwright.report.settings.facts import RegularPlan
+    from meshwright.report.settings.plan_facts import RegularPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

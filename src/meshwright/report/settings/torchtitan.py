@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.report.settings.facts import RegularPlan, StageParts, require_blocks
+from meshwright.report.settings.plan_facts import RegularPlan, StageParts, require_blocks
 from meshwright.report.settings.settings import (
     Settings,
     Unsaid,

@@ -1,7 +1,7 @@
 """The calculus of indices: what a tensor's number at an index is, in letters (to prove) and in numbers (to compute).
 
-`whole` polynomials of sizes and indices · `facts` what follows from their bounds · `sums` the normal form of a number
-· `machine` the interface for definitions · `symbols` runs them over letters · `arrays` over numbers of `fields`.
+`whole` polynomials of sizes and indices, and the interface for definitions · `facts` what follows from their bounds
+· `sums` the normal form of a number · `symbols` runs definitions over letters · `arrays` over numbers of `fields`.
 Proofs need z3 and are imported from their modules; computation is exported here.
 """
 

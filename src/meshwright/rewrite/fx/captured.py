@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from meshwright.capture import flatten_batch, part
 from meshwright.capture.call_facts import draws_random, written_and_aliased
-from meshwright.capture.values import Slot
-from meshwright.capture.walk import Returned, walk_trace
+from meshwright.capture.graph_walk import Returned, walk_trace
+from meshwright.capture.value_looks import Slot
 from meshwright.rewrite.fx.reading import read_graph
 from meshwright.spec import RewriteError
 

@@ -1,4 +1,4 @@
-"""`search`: a cheaper graph of the same outputs, among all that rules lead to.
+"""`graph_search`: a cheaper graph of the same outputs, among all that rules lead to.
 
 Rules fill an e-graph (`grow`), the cost model estimates its nodes, and HiGHS chooses (`extraction`).
 """

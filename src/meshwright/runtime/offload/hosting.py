@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.cost.optimizers import state_bytes
 from meshwright.program import HostNeeds, count_host_needs, gradient_buckets, host_pieces
-from meshwright.runtime.exchange import BucketExchange, Exchange
+from meshwright.runtime.gradient_reduction import BucketExchange, Exchange
 from meshwright.runtime.holding import Holding
 from meshwright.runtime.offload.copy_streams import Act, HostStreams, HostWork
 from meshwright.runtime.offload.pieces import HostedPiece, PieceFacts, find_pieces, make_hosted

@@ -17,8 +17,8 @@ from itertools import accumulate
 import torch
 
 from meshwright.program import Bucket, HostPiece
-from meshwright.runtime.exchange import BucketBuffer
 from meshwright.runtime.fully_sharded import own_part
+from meshwright.runtime.gradient_reduction import BucketBuffer
 from meshwright.runtime.offload.pinned_memory import HostMemory
 from meshwright.runtime.optimizer_steps import ShardedBucket
 from meshwright.runtime.precisions import gradient_type

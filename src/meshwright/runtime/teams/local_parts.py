@@ -1,8 +1,8 @@
 """The model of one process of a team: its shards of the parameters, and its shard of every op.
 
 The graph is the local one that the simulator estimates (`program.plan_lowering`): the same ops in the same order, with
-conversions among them. Each op is torch's operator on local tensors, except those of `conversions` and `operators`.
-Whole parameters and buffers stay the user's own objects; shards of others are new ones.
+conversions among them. Each op is torch's operator on local tensors, except those of `team_operators` and
+`team_operators`. Whole parameters and buffers stay the user's own objects; shards of others are new ones.
 
 Modules for a single op compute nothing of their own: they call torch's operator, or return empty results.
 """

@@ -8,7 +8,7 @@
     shepherd    the largest batch first, and preemption
     fixed       batching without deadlines: timeouts, and learned limits
 
-`scaling` decides how many devices are wanted, under any policy.
+`autoscaling` decides how many devices are wanted, under any policy.
 
 `hooks` defines a policy, `pool` what it sees, `queues` what it can do; `named` lists all policies.
 """

@@ -15,7 +15,7 @@ Decisions are rows of `DECISION` that a driver reads and carries out after each 
     RUN       device, queue, requests, when: compute them as one batch, not before ``when``
     DROP      reason, queue, requests, when: answer that they will not be computed
     PREEMPT   device, -, -, when: abort the batch that runs there; its requests are resubmitted
-    RESIZE    devices, -, -, when: this number of devices is wanted (`scaling`); server only
+    RESIZE    devices, -, -, when: this number of devices is wanted (`autoscaling`); server only
     LOAD      device, queue, -, when: copy the weights of its model to the device (`residency`); simulator only
     UNLOAD    device, queue, -, when: remove its model from the device's memory
 """
@@ -69,7 +69,7 @@ LEVEL_BIT = 56
 #               BEGAN: the start of its batch; SLOWNESS: as TYPICAL, of each; means in `PARTS` of SLOWNESS (USUAL) and
 #               of observed batch times (MEAN), both for virtual devices; STEADY: batches since one that took far
 #               longer than planned (`slowness`)
-#   heaps       three columns each, named by the first (`heaps`): TIMER of queues by their next moment, READY of
+#   heaps       three columns each, named by the first (`queues`): TIMER of queues by their next moment, READY of
 #               queues that could run at once by urgency, REST of idle devices, fast ones first, END of busy devices
 #               by the end of their batches
 #   OWN         the policy's

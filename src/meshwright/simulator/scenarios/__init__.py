@@ -6,6 +6,7 @@
 `JitteredSteps`    many steps with random times, for several seeds
 """
 
+from meshwright.simulator.scenarios.long_run import JitteredSteps, StepTimes, has_jitter
 from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
 from meshwright.simulator.scenarios.outcome import (
     Replan,
@@ -24,7 +25,6 @@ from meshwright.simulator.scenarios.parameters import (
     read_parameter,
     read_values,
 )
-from meshwright.simulator.scenarios.run import JitteredSteps, StepTimes, has_jitter
 
 __all__ = [
     "MAX_CASES",

@@ -28,7 +28,7 @@ import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import state_bytes
-from meshwright.simulator.scenarios.run import (
+from meshwright.simulator.scenarios.long_run import (
     Change,
     RunTimes,
     Saving,

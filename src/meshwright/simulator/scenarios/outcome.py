@@ -15,9 +15,9 @@ from meshwright.simulator.engine import Contention
 from meshwright.simulator.many import run_places
 from meshwright.simulator.plan_simulation import simulate_plan
 from meshwright.simulator.scenarios.forecast import Forecast, forecast_run, is_about_runs
+from meshwright.simulator.scenarios.long_run import NUM_SEEDS, JitteredSteps, StepTimes, has_jitter
 from meshwright.simulator.scenarios.machines import apply_scenario
 from meshwright.simulator.scenarios.parameters import MAX_CASES, Parameter, Value, change_case
-from meshwright.simulator.scenarios.run import NUM_SEEDS, JitteredSteps, StepTimes, has_jitter
 from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Cluster, Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError, suggest
 from meshwright.spec.scenario import Price, Scenario

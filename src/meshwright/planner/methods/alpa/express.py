@@ -17,8 +17,8 @@ from typing import NamedTuple
 from meshwright.planner.methods.alpa.intra import Placements
 from meshwright.planner.methods.alpa.mesh import AXES
 from meshwright.planner.methods.alpa.op_groups import ATTENTION
+from meshwright.program.sharding.axis_facts import AxisGraph
 from meshwright.program.sharding.dims import OpSplit
-from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.propagate import Place, PropagationState, propagate
 from meshwright.program.sharding.sharding_rules import rule_for
 from meshwright.spec import Extent, OpPlacement, PlanError, Replicate, Shard, Sharding

@@ -1,9 +1,9 @@
 """The intra-operator pass: split every op and tensor of a graph over a logical mesh.
 
-    fold             one block of a stack of equal blocks stands for all                  (`repeats`)
-    find_groups      which op follows which, and the splits of each root per axis             (`groups`)
+    fold             one block of a stack of equal blocks stands for all                  (`op_groups`)
+    find_groups      which op follows which, and the splits of each root per axis             (`op_groups`)
     strategies       of both axes, with seconds and bytes                               (`strategies`)
-    conversions      of tensors between groups, with seconds and bytes                  (`conversions`)
+    conversions      of tensors between groups, with seconds and bytes                  (`mesh`)
     solve_choices    the integer program                                                (`integer_program`)
 
 Objective: seconds per step of one device, without overlap. Source: Zheng et al., Alpa, OSDI 2022, section 4.

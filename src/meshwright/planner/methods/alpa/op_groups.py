@@ -22,8 +22,8 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from meshwright.cost.op_classes import classify_ops
+from meshwright.program.sharding.axis_facts import AxisGraph
 from meshwright.program.sharding.dims import OpDims, OpSplit, find_label, gradient_is_sum
-from meshwright.program.sharding.facts import AxisGraph
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
 

@@ -19,7 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
-from meshwright.planner.methods.flexflow.arrays import (
+from meshwright.planner.methods.flexflow.configure import configure, configure_all
+from meshwright.planner.methods.flexflow.full import (
+    BEYOND,
+    NO_LIMIT,
+    finish,
+    fixed_end,
+    run_all,
+    simulate_all,
+    simulate_within,
+)
+from meshwright.planner.methods.flexflow.soap_arrays import (
     AFTER,
     BEFORE,
     COUNT,
@@ -43,17 +53,7 @@ from meshwright.planner.methods.flexflow.arrays import (
     empty_schedule,
     empty_strategy,
 )
-from meshwright.planner.methods.flexflow.configure import configure, configure_all
-from meshwright.planner.methods.flexflow.full import (
-    BEYOND,
-    NO_LIMIT,
-    finish,
-    fixed_end,
-    run_all,
-    simulate_all,
-    simulate_within,
-)
-from meshwright.planner.methods.flexflow.run import run_task
+from meshwright.planner.methods.flexflow.task_run import run_task
 from meshwright.simulator.sharing import pop, push
 
 # Delta simulation: after a change of some layers only what it moves is simulated again, bit for bit. Compiled.

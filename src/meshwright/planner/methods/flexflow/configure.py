@@ -6,9 +6,9 @@
     sync of a shard      ← the backwards of all parts that have it
 
 Passes hold their device, transfers and syncs the links that they go over. Transfers of an edge follow from which parts
-of its two layers intersect (`arrays`), the all-reduce of a weight from which parts hold the same shard of it: those at
-the same place along every SOAP dim that splits the weight. The ring of n devices, in ascending order, moves
-2 (n - 1) / n of the shard over each of its links, in 2 (n - 1) messages:
+of its two layers intersect (`soap_arrays`), the all-reduce of a weight from which parts hold the same shard of it:
+those at the same place along every SOAP dim that splits the weight. The ring of n devices, in ascending order, moves 2
+(n - 1) / n of the shard over each of its links, in 2 (n - 1) messages:
 
     sync = 2 (n - 1) (latency + bytes / n * seconds per byte), of its slowest hop
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.compiled import compiled
-from meshwright.planner.methods.flexflow.arrays import (
+from meshwright.planner.methods.flexflow.soap_arrays import (
     AFTER,
     BEFORE,
     HELD,

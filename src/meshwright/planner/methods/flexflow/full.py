@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.compiled import compiled
-from meshwright.planner.methods.flexflow.arrays import (
+from meshwright.planner.methods.flexflow.soap_arrays import (
     AFTER,
     BEFORE,
     COUNT,
@@ -30,7 +30,7 @@ from meshwright.planner.methods.flexflow.arrays import (
     Soap,
     Strategy,
 )
-from meshwright.planner.methods.flexflow.run import run_task
+from meshwright.planner.methods.flexflow.task_run import run_task
 from meshwright.simulator.sharing import pop, push
 
 # More than any time.

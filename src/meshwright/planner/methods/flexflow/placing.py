@@ -10,7 +10,7 @@ from meshwright.planner.placing.placement_search import cut_stages, order_tasks
 from meshwright.spec import Placement
 
 if TYPE_CHECKING:
-    from meshwright.planner.methods.flexflow.result import SoapResult
+    from meshwright.planner.methods.flexflow.soap_result import SoapResult
     from meshwright.spec import Graph
 
 _PART = re.compile(r"(?:^|\.)layer(\d+)_part(\d+)")

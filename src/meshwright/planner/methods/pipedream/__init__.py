@@ -2,10 +2,10 @@
 
     profile  ->  states  ->  recurrence, on each of the levels  ->  plan
 
-`profile` reads PipeDream's own files or estimates a captured graph; `states` finds where it can be cut, `orders` a
-selection if there are too many cuts; `recurrence` is the dynamic program, `levels` stacks several of them, and
-`planning` makes the plan. The objective is that of PipeDream's optimizer, as coded, so that results are comparable.
-`method` proposes such plans to a search, whose simulator estimates them.
+`profile_states` reads PipeDream's own files or estimates a captured graph, and finds where it can be cut. `recurrence`
+is the dynamic program, on each level. `pipedream_method` selects cuts if there are too many, makes the plan and
+proposes it to a search, whose simulator estimates it. The objective is that of PipeDream's optimizer, as coded, so that
+results are comparable.
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019), section 3.1.
 """

@@ -1,8 +1,8 @@
 """Exact slicing of a chain of layers into replicated stages, optimal by a closed form (Alpa, OSDI 2022, 5.2).
 
 For every setting, microbatch size, schedule and layout of ranks, one problem is assembled (`assemble`) and solved
-exactly (`slicing`, `dynamic_program`); its solution is a candidate (`candidates`). Settings whose lower bound is above
-a known result are skipped. The most promising candidates are simulated; if one needs too much memory, the next best of
+exactly (`dynamic_program`); its solution is a candidate (`slicing_candidates`). Settings whose lower bound is above a
+known result are skipped. The most promising candidates are simulated; if one needs too much memory, the next best of
 its problem follows.
 """
 

@@ -1,13 +1,12 @@
 """Unequal devices: which device gets which layers and how many microbatches.
 
-`shares`   microbatches in proportion to speed
-`groups`   classes of equal devices, and the groups of them that a stage may get
-`mapping`  stages to devices, exact for few classes (`stage_table` is its compiled part, `assemble` makes its problems)
-`moves`    small changes of a plan, for a local search on the simulator
-`method`   all of these as one search method
+`batch_shares`     microbatches in proportion to speed
+`mapping`          classes of equal devices, the groups of them for a stage, and stages to groups: exact for few classes
+`unequal_method`   small changes of a plan for a local search on the simulator, and all of these as one search method
 `virtual_workers`  HetPipe's pipelines of unequal devices, side by side in waves
 """
 
+from meshwright.planner.methods.unequal.batch_shares import optimal_shares
 from meshwright.planner.methods.unequal.mapping import (
     KEEPS_ALL,
     KEEPS_ONE,
@@ -22,7 +21,6 @@ from meshwright.planner.methods.unequal.mapping import (
     find_groups,
     solve_mapping,
 )
-from meshwright.planner.methods.unequal.shares import optimal_shares
 from meshwright.planner.methods.unequal.unequal_method import unequal
 from meshwright.planner.methods.unequal.virtual_workers import (
     POLICIES,

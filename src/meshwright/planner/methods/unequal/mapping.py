@@ -1,7 +1,7 @@
 """Exact assignment of stages to unequal devices: which devices get which layers, in which order.
 
 The model. Layers 0..L-1 in order; devices in classes of equal ones (`groups`). A stage holds layers i:j on a group g of
-devices, of which device d computes m_d of the M microbatches, so that all are done soonest (`shares`). With
+devices, of which device d computes m_d of the M microbatches, so that all are done soonest (`batch_shares`). With
 
     t_d = seconds of forward and backward of one microbatch on device d,  t = min t_d
     x = what enters the stage per microbatch and returns, over the slowest link between its group and the one before
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from meshwright.compiled import compiled
 from meshwright.cost.memory.ledger import fullest
 from meshwright.planner.exchange_search import sum_in_buckets
-from meshwright.planner.methods.unequal.shares import share_out
+from meshwright.planner.methods.unequal.batch_shares import share_out
 from meshwright.planner.space import minimise_over_thresholds
 from meshwright.spec import Cluster, PlanError
 

@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.methods.slicing.assemble import make_problem
+from meshwright.planner.methods.unequal.batch_shares import optimal_shares
 from meshwright.planner.methods.unequal.mapping import (
     KEEPS_ALL,
     KEEPS_ONE,
@@ -47,7 +48,6 @@ from meshwright.planner.methods.unequal.mapping import (
     find_groups,
     solve_mapping,
 )
-from meshwright.planner.methods.unequal.shares import optimal_shares
 from meshwright.planner.rank_layouts import Layout, Places, memory_limit
 from meshwright.planner.space import Space
 from meshwright.spec import Cluster, Plan, PlanError, StagePlan, format_seconds

@@ -6,7 +6,7 @@ proposals, a chain goes back to the best strategy since its start, as FlexFlow's
 cores of the machine, each with random numbers of its own, and know nothing of each other; so the same seed and number
 of proposals give the same answer on any machine. With a time instead, they do as much as they can.
 
-A proposal is simulated in full or by changes (`delta`), with the same result. A chain takes what was faster when it
+A proposal is simulated in full or by changes (`chain`), with the same result. A chain takes what was faster when it
 last tried both, and tries the other one in every sixteenth round.
 """
 
@@ -32,7 +32,7 @@ from meshwright.planner.methods.flexflow.chain import (
     walk,
 )
 from meshwright.planner.methods.flexflow.full import shortest_tails
-from meshwright.planner.methods.flexflow.result import SoapResult
+from meshwright.planner.methods.flexflow.soap_result import SoapResult
 from meshwright.planner.methods.flexflow.temperature import adjust, calibrate
 from meshwright.spec import PlanError
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -40,8 +40,8 @@ from meshwright.spec.units import PICOSECONDS_PER_SECOND
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meshwright.planner.methods.flexflow.arrays import Integers
-    from meshwright.planner.methods.flexflow.space import SoapSpace
+    from meshwright.planner.methods.flexflow.soap_arrays import Integers
+    from meshwright.planner.methods.flexflow.soap_spaces import SoapSpace
 
 
 # Strategies that chains begin with: data parallelism, Krizhevsky's split, layers one after the other, and any.

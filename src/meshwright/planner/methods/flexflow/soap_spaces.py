@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshwright.cost.optimizers import state_bytes
-from meshwright.planner.methods.flexflow.arrays import Soap
 from meshwright.planner.methods.flexflow.layers import find_layers
+from meshwright.planner.methods.flexflow.soap_arrays import Soap
 from meshwright.simulator.routes import hop_links
 from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES, Extent, Graph, Layer, Op, PlanError, Tensor, to_picoseconds
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from meshwright.cost import CostModel
-    from meshwright.planner.methods.flexflow.arrays import Floats, Integers
     from meshwright.planner.methods.flexflow.layers import SoapDim, SoapLayer
+    from meshwright.planner.methods.flexflow.soap_arrays import Floats, Integers
     from meshwright.spec import Cluster, DeviceKind, Workload
 
 
@@ -39,7 +39,7 @@ class LayerTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """A tensor from one layer to another; one entry per dim of it, as `arrays` describes them."""
+    """A tensor from one layer to another; one entry per dim of it, as `soap_arrays` describes them."""
 
     source: int
     target: int

@@ -1,4 +1,4 @@
-"""Signatures of operator calls by their shapes, and labels of dims that the functions of `computed` and `views` write.
+"""Signatures of operator calls by their shapes, and labels of dims that the functions of `dims` and `views` write.
 
 A label that begins with a capital cannot be split; a dim of size one has no label, because it is broadcast.
 """

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.capture.call_facts import CallFacts, Examiner, draws_random, written_and_aliased
 from meshwright.capture.refusals import is_data_dependent, refuse_data_dependence, refuse_sparse_gradient
-from meshwright.capture.values import Slot, ValueLooks
+from meshwright.capture.value_looks import Slot, ValueLooks
 from meshwright.spec import CaptureError
 
 if TYPE_CHECKING:

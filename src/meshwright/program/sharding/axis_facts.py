@@ -13,7 +13,7 @@ from meshwright.program.sharding.placement_table import operator_name, operator_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from meshwright.program.sharding.calls import Dim
+    from meshwright.program.sharding.op_signatures import Dim
     from meshwright.spec import Extent, Graph
 
 # A parameter's dim may be split unevenly if it has at least this size per rank: vocabularies are padded or cut off by

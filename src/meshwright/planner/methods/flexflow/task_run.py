@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.compiled import compiled
-from meshwright.planner.methods.flexflow.arrays import HELD, TIME, Integers, Lists
+from meshwright.planner.methods.flexflow.soap_arrays import HELD, TIME, Integers, Lists
 
 
 @compiled
