@@ -121,5 +121,5 @@ def test_activations_on_the_host_come_back():
 
 @pytest.mark.parametrize(("ranks", "experts"), [(0, 1), (4, 3), (2, 4), (1, 0)])
 def test_ranks_that_do_not_divide_are_refused(ranks, experts):
-    with pytest.raises(PlanError, match="divides"):
+    with pytest.raises(PlanError, match="a divisor of the first"):
         MemoryOptions(num_ranks=ranks, num_expert_ranks=experts)

@@ -52,7 +52,7 @@ def test_rows_of_other_devices_are_not_judged(tmp_path):
 
 def test_contradictory_rows(tmp_path):
     path = table(tmp_path / "table.parquet", [2e-4, 3e-4])
-    with pytest.raises(MeasurementError, match=r"1 rows measure what another row .* Keep one"):
+    with pytest.raises(MeasurementError, match=r"1 rows measure what another row .* Keep the right one"):
         load_cost_model(load_cluster("2xH100"), path, "bfloat16")
 
 

@@ -62,7 +62,7 @@ def test_shardings_that_contradict_themselves_are_refused(given, message):
 
 
 def test_a_placement_is_along_one_dim():
-    with pytest.raises(PlanError, match="expected one of them"):
+    with pytest.raises(PlanError, match="expected at most one of them"):
         OpPlacement(op="x", output_dim=0, input_dim=0)
 
 

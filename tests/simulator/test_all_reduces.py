@@ -110,7 +110,7 @@ def test_automatic_is_the_faster_of_both_on_gpus():
 def test_what_does_not_fit_is_refused():
     graph = chain_graph(1)
     plan = make_plan(graph, [(0, 1)], [3], 3, exchange=GradientExchange(algorithm="hierarchical", node_size=2))
-    with pytest.raises(PlanError, match="some have 1 and some 2 of them"):
+    with pytest.raises(PlanError, match="some nodes have 1 and some 2 of these ranks"):
         build_program(plan, graph)
     for wrong, message in (
         ({"algorithm": "rings"}, "did you mean 'ring'"),

@@ -141,7 +141,7 @@ def test_more_waits_than_can_be_numbered(monkeypatch):
 
 def test_unknown_contention():
     program, costs = random_program(0, 5)
-    with pytest.raises(ProgramError, match=r"'fare' was asked for \(did you mean 'fair'\?\)"):
+    with pytest.raises(ProgramError, match=r"'fare' \(did you mean 'fair'\?\)"):
         simulate_program(program, costs, contention="fare")
 
 

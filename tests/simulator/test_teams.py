@@ -176,7 +176,7 @@ def test_experts_that_are_laid_out_take_the_room_of_their_part():
 @pytest.mark.parametrize("size", [2, 4])
 def test_samples_that_expert_ranks_do_not_divide_are_refused(size):
     plan = make_plan(MIXTRAL, [(0, len(MIXTRAL.layers))], [1], 1)
-    with pytest.raises(PlanError, match=f"microbatches of each of {size} expert ranks"):
+    with pytest.raises(PlanError, match=f"microbatches for each of {size} expert ranks"):
         replace(plan, sharding=Sharding(expert=size), workload=replace(plan.workload, global_batch=7))
 
 

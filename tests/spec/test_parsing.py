@@ -40,7 +40,7 @@ def test_size_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(parsing, "MAX_DOCUMENT_BYTES", path.stat().st_size)
     assert read_document(Workload, path) == WORKLOAD
     monkeypatch.setattr(parsing, "MAX_DOCUMENT_BYTES", path.stat().st_size - 1)
-    with pytest.raises(DocumentError, match="limited"):
+    with pytest.raises(DocumentError, match="the limit of such documents"):
         read_document(Workload, path)
 
 

@@ -113,7 +113,7 @@ def test_sizes_among_attributes_are_those_of_the_batch(value, at_3):
 )
 def test_impossible_measurements(odd):
     for name in ("forward_s", "backward_s", "accumulate_s"):
-        with pytest.raises(MeasurementError, match="no number"):
+        with pytest.raises(MeasurementError, match="not a number"):
             OpMeasurement(**{"key": "k", "forward_s": 1.0, "backward_s": 1.0, "num_samples": 1, name: odd})
     with pytest.raises(MeasurementError, match="impossible"):
         OptimizerMeasurement(kind="adamw", dtype="float32", num_elements=1, num_tensors=1, seconds=odd)
@@ -133,7 +133,7 @@ def test_times_within_the_bounds(seconds):
 
 @pytest.mark.parametrize("odd", [-1.0, float("nan"), float("inf")])
 def test_impossible_spreads(odd):
-    with pytest.raises(MeasurementError, match="no number"):
+    with pytest.raises(MeasurementError, match="not a number"):
         OpMeasurement(key="k", forward_s=1.0, backward_s=1.0, num_samples=1, spread=odd)
 
 

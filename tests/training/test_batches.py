@@ -89,7 +89,7 @@ def test_a_table_of_another_device_is_refused_before_anything_is_timed(monkeypat
 
 
 def test_devices_that_are_not_here():
-    with pytest.raises(MeasurementError, match=r"'tpu'; torch sees cpu.* Give one of these"):
+    with pytest.raises(MeasurementError, match=r"Device 'tpu' .*torch sees cpu.* Give one of these"):
         measure_batches_here("gpt-tiny", [2], device="tpu")
     with pytest.raises(MeasurementError, match="'cuda:99'"):
         measure_batches_here("gpt-tiny", [2], device="cuda:99")

@@ -227,7 +227,7 @@ def test_what_ranks_would_refuse_is_refused_before_they_start(tmp_path, capsys):
 
 def test_scaled_losses_need_a_schedule_that_flushes():
     two = (StagePlan(start=0, stop=3, ranks=(0,)), StagePlan(start=3, stop=6, ranks=(1,)))
-    with pytest.raises(PlanError, match="amp-float16 was given for the schedule pipedream"):
+    with pytest.raises(PlanError, match="amp-float16 was given for the asynchronous schedule pipedream"):
         replace(plan_of("amp-float16"), stages=two, schedule="pipedream")
 
 

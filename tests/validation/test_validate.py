@@ -14,10 +14,10 @@ from meshwright.cost.costs import Predictions
 from meshwright.records import text_files
 from meshwright.spec import DocumentError, MeasurementError, NullSink
 from meshwright.validation import Score, load_records, load_steps, load_table, read_table, score_rows
-from meshwright.validation import series as sets_module
+from meshwright.validation import sets as sets_module
 from meshwright.validation.datasets import load_all_steps
 from meshwright.validation.page import number_notes, score_cells, scores_page
-from meshwright.validation.series import DATASETS, DataSet, find_datasets
+from meshwright.validation.sets import DATASETS, DataSet, find_datasets
 from meshwright.validation.step_sets import calibration_rows
 from meshwright.validation.step_table import MAX_ROWS
 from meshwright.validation.validate import score_datasets, score_step_table, tabulate_scores

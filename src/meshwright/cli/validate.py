@@ -22,7 +22,7 @@ from meshwright.spec import DocumentError, NullSink, write_text
 if TYPE_CHECKING:
     from meshwright.validation import Score
     from meshwright.validation.published import Compared, Predicted
-    from meshwright.validation.series import DataSet
+    from meshwright.validation.sets import DataSet
 
 
 # ``meshwright validate --published``: published training runs beside the predictions of ``plan``.
@@ -124,7 +124,7 @@ def validate(
 
     The exit code is 0 whether targets are met or not; `--json` says which are.
     """
-    from meshwright.validation.series import find_datasets
+    from meshwright.validation.sets import find_datasets
 
     if published:
         if steps or listed or quick:
@@ -211,7 +211,7 @@ def _print_scores(title: str, scores: Sequence[Score]) -> None:
 def _check_page(datasets: Sequence[DataSet], out: Path, *, quick: bool) -> None:
     """Raise, before anything is scored, for a path that is not a page, or a page whose sets would be lost."""
     from meshwright.spec import DocumentError
-    from meshwright.validation.series import DATASETS
+    from meshwright.validation.sets import DATASETS
 
     if out.suffix != ".md":
         raise DocumentError(f"{out}: the page of scores is written in Markdown. Choose a name that ends in .md.")

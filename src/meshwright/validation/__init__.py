@@ -1,6 +1,6 @@
 """Errors of predictions on public measurements, with folds fixed before the first fit, beside baselines.
 
-`meshwright.validation.series` names the data sets, `validate` scores them; the module of each set states what is left
+`meshwright.validation.sets` names the data sets, `validate` scores them; the module of each set states what is left
 out.
 """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from meshwright.spec import EventSink
     from meshwright.validation.datasets import StepRow
-    from meshwright.validation.series import DataSet
+    from meshwright.validation.sets import DataSet
 
 
 _TWICE = "an id that a row above has; expected every id once, or none"

@@ -322,8 +322,8 @@ def test_nobody_listens():
     ("url", "options", "message"),
     [
         ("https://127.0.0.1:1", {}, "without TLS"),
-        ("127.0.0.1:1", {}, "no address"),
-        ("http://127.0.0.1:99999", {}, "no address"),
+        ("127.0.0.1:1", {}, "is not the address of a server"),
+        ("http://127.0.0.1:99999", {}, "is not the address of a server"),
         ("http://127.0.0.1:1/a b", {}, "characters"),
         ("http://127.0.0.1:1", {"token": "a\r\nb"}, "token"),
         ("http://127.0.0.1:1", {"processes": 0}, "processes is 0"),
