@@ -11,6 +11,7 @@ import pytest
 import meshwright
 from meshwright import compiled
 from tests.project import CORE, EXTRAS, PROJECT, ROOT
+from tests.reach import Module, imports
 
 pytestmark = pytest.mark.lint
 
@@ -79,6 +80,22 @@ def test_importing_meshwright_loads_neither_torch_nor_anything_heavy(run_fresh):
 def test_fronts_and_workers_of_a_server_load_no_numba(run_fresh):
     code = "import meshwright.serving.server.front_process, meshwright.serving.server.worker, sys; print(*sys.modules)"
     assert {"numba", "meshwright.cost"}.isdisjoint(run_fresh(code).split())
+
+
+def test_a_public_name_has_one_way_to_be_imported():
+    """What a package exports, other packages import from the package, not from the module that defines it."""
+    roots = {name: Module(SOURCE / name / "__init__.py") for name in PACKAGES}
+    found = []
+    for path in MODULES:
+        own = path.relative_to(SOURCE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            top, _, rest = (getattr(node, "module", None) or "").removeprefix("meshwright.").partition(".")
+            if isinstance(node, ast.ImportFrom) and rest and top in roots and top != own:
+                deep = imports(node)
+                exported = roots[top].exported.keys() & deep.keys()
+                same = [name for name in sorted(exported) if roots[top].imported.get(name) == deep[name]]
+                found += [f"{path}:{node.lineno}: import {name} from meshwright.{top}" for name in same]
+    assert not found, "\n".join(found)
 
 
 def test_torch_free_packages_load_no_torch(run_fresh):
