@@ -209,7 +209,7 @@ def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
 
     Of a model that is exported, transformers (5.23) gives attention a mask in memory in place of ``is_causal``, and
     copies keys and values to all heads. Positions in ``batch`` may be those of packed sequences, which need the mask;
-    positions that the model makes itself are not. Its grouped products become one operator (`surroundings`).
+    positions that the model makes itself are not. Its grouped products become one operator (below).
     """
     with ExitStack() as stack:
         for name in ("is_compiling", "is_exporting"):

@@ -8,8 +8,7 @@
 
 The remaining seconds are divided evenly among the remaining cells (op, place, size). A cell is repeated as often as its
 share allows; a size whose fewest repetitions take several times that share ends its series. Ranks agree on both, so
-that none waits alone. With GPUs the groups use NCCL, else gloo, where short collectives are timed between computations
-(`links`).
+that none waits alone. With GPUs the groups use NCCL, else gloo, where short collectives are timed between computations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files of orders: assign their lines to ranks, check their rules, and write a plan's orders as such a file.
 
 Line i is rank i, with microbatches numbered as in the plan; for a plan without replicas this is exactly the format of
-torch's pipelining (`order_files`). There, data parallelism is separate from the pipeline: for R identical pipelines, a
+torch's pipelining. There, data parallelism is separate from the pipeline: for R identical pipelines, a
 file holds one. Line i is then the i-th rank of each of them, and microbatch k of the file is microbatch k·R + r of
 pipeline r. Both forms are read; a written file holds one pipeline if possible.
 """

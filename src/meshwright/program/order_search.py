@@ -13,7 +13,7 @@ start to the last end on any rank.
     named      every named schedule that supports the layout, where it fits: the result is never slower than these
     bound      no order can be shorter (`order_bounds`)
 
-The loops are compiled (`order_search`, `order_bounds`, `order_bounds`). The same input gives the same order.
+The loops are compiled (also those of `order_bounds`). The same input gives the same order.
 """
 
 from __future__ import annotations

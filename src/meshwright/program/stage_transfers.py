@@ -1,7 +1,7 @@
 """The messages between the stages of a plan, and their sends and receives in a program.
 
 A channel between two stages (`spec.slices`) is a route forwards, and one backwards if gradients come back.
-`stage_transfers` decides when each message is sent and received; this module gives it its bytes and its pair of ranks.
+First the messages: bytes and pair of ranks of each; then when each is sent and received.
 """
 
 from __future__ import annotations

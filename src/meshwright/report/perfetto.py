@@ -12,7 +12,7 @@ The format is the Trace Event Format (Google, "Trace Event Format", 2016), which
 Perfetto requires the spans of a thread to nest. Concurrent transfers do not nest, so a stream gets as many threads of
 one name as it has concurrent spans.
 
-The text is made and written some ten thousand spans at a time (`perfetto`). Beside the timelines themselves, memory
+The text is made and written some ten thousand spans at a time. Beside the timelines themselves, memory
 holds a few numbers per span: output order, thread, and receiver.
 """
 

@@ -237,7 +237,7 @@ def _calls_after(query: Query) -> dict[str, Sequence[ModelCall]]:
 
 
 def expand_deployment(deployment: Deployment, scale: float = 1.0) -> Deployment:
-    """Return the deployment with models in place of queries and trunks (see `expansion` and `expansion`).
+    """Return the deployment with models in place of queries and trunks (see above).
 
     Queries divide their time as is best at ``scale`` times their rates; the models' rates are not scaled.
     """

@@ -228,7 +228,7 @@ def simulate_program(
 ) -> Timeline:
     """Simulate prologue, ``num_steps`` repetitions of the body, and epilogue.
 
-    ``contention`` says how transfers share contended links: ``queued`` (`engine`) or ``fair`` (`fair`).
+    ``contention`` says how transfers share contended links: ``queued`` (`engine`) or ``fair`` (module `fair`).
 
     Raises DeadlockError, naming the instructions, if the program can never finish; ProgramError if the costs do
     not fit it or a transfer or collective lacks a counterpart.
@@ -324,7 +324,7 @@ def run_unrolled(
 ) -> tuple[Network, Ids, Ids]:
     """Run until durations no longer change. Return the network as it ran, and start and end of each span in ps.
 
-    Host processor time of transfers, and waiting for it, lengthen the instructions' durations (`simulate`).
+    Host processor time of transfers, and waiting for it, lengthen the instructions' durations.
     """
     network = unrolled.network
     ran, start_ps, end_ps = _run(program, unrolled, network, contention)

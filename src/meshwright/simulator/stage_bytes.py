@@ -3,7 +3,7 @@
 The bytes come from a walk through the stage's ops (`cost.memory.phases`): a computation allocates its peak at its
 start, and frees at its end everything that it does not leave behind. Gradients that are sent are freed when
 their send ends. Inputs of all microbatches are resident, buckets have buffers of their own, and the other memory of
-messages is counted per rank (`stage_bytes`). Between the two parts of a backward, memory holds what the second one
+messages is counted per rank. Between the two parts of a backward, memory holds what the second one
 reads: the saved values of ops with parameters, and the gradients of their outputs. A value that a stage passes to
 another one on its rank is kept by its producer, and its gradient stays until the producer's backward.
 """

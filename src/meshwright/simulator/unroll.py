@@ -56,7 +56,7 @@ class SectionLayout:
     """The parts in order: ``made`` are prologue, body and epilogue, ``which`` gives the index into ``made`` of part p.
 
     ``begins`` (parts, streams) holds where they begin; ``stream_offsets`` (streams + 1,) is that of the network.
-    ``joined``: set for asynchronous programs, whose repetitions are already one section (`unroll`).
+    ``joined``: set for asynchronous programs, whose repetitions are already one section.
     """
 
     made: tuple[SectionPart, SectionPart, SectionPart]

@@ -1,6 +1,6 @@
 """GradientExchange: how replicas reduce their gradients and synchronise their parameters. A part of a plan.
 
-`program.gradient_exchange`, `program.buckets`, `program.gradient_exchange` and `program.build` turn it into
+`program.gradient_exchange`, `program.buckets` and `program.build` turn it into
 instructions; the sequence of parts comes from `simulator.schedule_exchange`.
 """
 

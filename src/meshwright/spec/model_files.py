@@ -1,8 +1,8 @@
 """Model references that are data files: a stored graph, or the configuration of a Hugging Face model.
 
 Both are called ``something.json``, so the content decides: a stored graph has ``schema``, a configuration has
-``model_type``. A folder stands for its ``config.json``, an id of the Hugging Face Hub for the one there
-(`model_files`). Nothing in a file is executed.
+``model_type``. A folder stands for its ``config.json``, an id of the Hugging Face Hub for the one there.
+Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.spec.parsing import read_data
 # Models of the Hugging Face Hub by id: ``Qwen/Qwen2.5-7B`` → the path of its ``config.json``, and nothing else.
 #
 # The file comes from huggingface_hub's cache if it is there, else from the network. Weights, tokenizers and code are
-# never downloaded; the file is read as data, with the limits of `model_files`.
+# never downloaded; the file is read as data, with limits on its size.
 
 CONFIG_NAME = "config.json"
 # Published configurations have 1 kB to 1 MB, the longest those that name 21,843 classes of images.

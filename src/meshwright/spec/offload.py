@@ -8,8 +8,7 @@
     activations what layers save for their backward: it goes down after the layer's forward, and comes up during the
                 backward of the next layer (Rhu et al., vDNN, MICRO 2016; torchtune's OffloadActivations)
 
-`program.host_offload` and `program.host_offload` define what it means for a step, `program.host_offload` what the host
-and its drives hold.
+`program.host_offload` defines what it means for a step, and what the host and its drives hold.
 """
 
 from __future__ import annotations

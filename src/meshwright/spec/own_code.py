@@ -1,6 +1,6 @@
 """Functions in a user's own files: ``path/to/file.py:function`` is located, run like a script, and read.
 
-A file's folder is importable while it is loaded and called (`own_code`). Any exception becomes one paragraph with its
+A file's folder is importable while it is loaded and called. Any exception becomes one paragraph with its
 own message and line. The caller says what the function should return and which error class reports a fault. Paths are
 those of the shell: relative to the working directory, with ``~`` for the home folder. `own_loss` is the loss of a
 user's model.

@@ -1,6 +1,6 @@
 """Plan: which part of the graph runs where and how it is split. A small JSON document.
 
-Replicas of a stage compute its microbatches in turn, or by their shares (`plan`), so stages may differ in their
+Replicas of a stage compute its microbatches in turn, or by their shares, so stages may differ in their
 number of replicas; data parallelism is one stage with many replicas. A rank may hold several stages (virtual stages,
 chunks) if the schedule interleaves them. The loss of a step is the mean over its microbatches, whatever the plan.
 """

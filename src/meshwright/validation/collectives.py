@@ -4,8 +4,8 @@
             of eight V100, scored on the groups of four nodes that cross nodes, 64 MiB and more
     nccl    groups of 4 of NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
             6, 7 of vTrain's all-reduces, fitted on 2, 4 and 8; 1 MiB and more; the smallest and the largest messages of
-            each table apart; what ships, asked for tables that it has not seen (`collectives`); and costs by
-            datasheet, with the interval of the other kinds of device (`collectives`)
+            each table apart; what ships, asked for tables that it has not seen; and costs by
+            datasheet, with the interval of the other kinds of device
 
 `fit_collectives` sees the training rows alone; no number in it is tuned on others. Its form is another matter: NCCL's
 sources, groups inside one node of the V100s and groups of 4 of vTrain's tables (training rows here) settled most of how

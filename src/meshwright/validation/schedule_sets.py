@@ -1,7 +1,7 @@
 """Compare bubbles and speed of schedules with the figures that their authors state and measured.
 
     Table 5    busy shares of schedules, computed by Qi et al. (ICLR 2024) from profiled times of stages; the same times
-               and our programs (`schedule_sets`), so that what differs is the schedule or the simulator
+               and our programs, so that what differs is the schedule or the simulator
     Table 4    measured throughput of the same models: how much faster than under 1F1B
 
 What stands in Table 5 as ZB-1p and ZB-2p are schedules found for the times, with p and 2p microbatches in memory. The
@@ -197,7 +197,7 @@ def _chain(length: int) -> Graph:
 #     F, B, W    seconds of a rank for a microbatch: forward, gradients of inputs, gradients of weights
 #     C          seconds of a message between two ranks; every pair of ranks has its own link in each direction
 #
-# With v chunks on a rank each has a v-th of F, B and W, and its messages take as long (`schedule_sets`).
+# With v chunks on a rank each has a v-th of F, B and W, and its messages take as long.
 #
 # The cost of a schedule is the longest time of a rank from the beginning of its first computation to the end of its
 # last one (Qi et al., ICLR 2024, section 5.4): a rank that begins later also synchronises later. It has

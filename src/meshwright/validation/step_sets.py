@@ -1,9 +1,9 @@
 """Errors of predicted steps: published training steps against the predictions of `plan` (`step_plans`).
 
-Beside it, on the same rows: two constant shares of the peak FLOP rate, one fitted on our calibration rows
-(`step_sets`), one on the scored rows of large models from all origins but the predicted row's, which ours never sees;
+Beside it, on the same rows: two constant shares of the peak FLOP rate, one fitted on our calibration rows,
+one on the scored rows of large models from all origins but the predicted row's, which ours never sees;
 and, where a source prints the prediction of its own simulator, that one. The order of layouts within a job is scored,
-too (`scores`), and which rows are refused for memory is stated (`step_sets`).
+too (`scores`), and the rows refused for memory are listed.
 
 One figure of ours comes from rows of steps: how slowly Megatron-LM's host issues (``cost/software.toml``), from the
 calibration rows.

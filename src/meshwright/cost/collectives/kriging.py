@@ -286,7 +286,7 @@ def _draws() -> list[Covariance]:
 #              and the measured sizes, which keep their measured values
 #
 # Groups inside a node and groups across nodes have separate krigings. Parameters are judged by leaving out a size of a
-# layout (ranks, their stride, nodes) in all its series (`kriging`).
+# layout (ranks, their stride, nodes) in all its series.
 #
 # Between measured sizes seconds may fall: collectives do so where NCCL changes the protocol, in all dtypes. Forbidding
 # this increases the error on held-out sizes of the V100 tables by 10 to 25 % with a running maximum and by 3 to 6 %

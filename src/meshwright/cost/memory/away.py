@@ -177,7 +177,7 @@ def _saves(
             yield unit, op, {graph.tensors[i].storage for i in graph.ops[op].saved}
 
 
-# Allocations of a walk through a stage whose activations are in host memory until the backward (`away`).
+# Allocations of a walk through a stage whose activations are in host memory until the backward.
 
 
 def follow_away(

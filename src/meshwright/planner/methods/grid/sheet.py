@@ -236,7 +236,7 @@ class ConfigurationGrid:
         return sum(int((sheet.bytes <= sheet.limit_bytes).sum()) for sheet in self.sheets)
 
     def share_needed(self, wanted: Configuration) -> float:
-        """Return a configuration's least memory over the limit: a sharper bound than that of its sheet (`sheet`)."""
+        """Return a configuration's least memory over the limit: a sharper bound than that of its sheet."""
         sheet = self._by_axes[wanted.idle, wanted.sharding]
         figures = next(cell.figures for cell in sheet.cells if cell.microbatch_size == wanted.microbatch_size)
         return floor_bytes(figures, wanted) / sheet.limit_bytes if sheet.limit_bytes > 0 else math.inf

@@ -229,7 +229,7 @@ def _is_reached(best: Floats, cutoff_s: float, counting: bool) -> bool:
 # PipeDream's levels: machines that contain machines, each level with its own links, solved from the lowest up.
 #
 # On the lowest level a machine is a device, on the next one a machine is everything that the level below contains, and
-# so on. The dynamic program of a level (`recurrence`) uses the best times of all intervals on the level below as
+# so on. The dynamic program of a level uses the best times of all intervals on the level below as
 # seconds of its own machines; from the top, every stage found is then split again by the level below.
 
 # Multiples of the bound within which a pipeline is searched first, before the search without a limit.

@@ -308,7 +308,7 @@ def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int,
 # min(n, ceil((D - a) / r)) (1F1B), or counted from an own schedule.
 #
 # The method. For a threshold θ on the second term, the least sum over slicings whose stages all stay within θ is a
-# small dynamic program (module `dynamic_program`); the best θ is found by `thresholds`.
+# small dynamic program (above); the best θ is found by `thresholds`.
 #
 # Sources: Zheng et al., "Alpa" (OSDI 2022), section 5.2 (enumeration of the bottleneck); Narayanan et al., "PipeDream"
 # (SOSP 2019), section 3.1 (replicated stages).

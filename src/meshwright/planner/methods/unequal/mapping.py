@@ -42,7 +42,7 @@ from meshwright.planner.methods.unequal.batch_shares import share_out
 from meshwright.planner.space import minimise_over_thresholds
 from meshwright.spec import Cluster, PlanError
 
-# What a stage costs on every group of devices: the dynamic program of `mapping` for one threshold. Compiled.
+# What a stage costs on every group of devices: the dynamic program for one threshold. Compiled.
 #
 #     sums[left, i, h] = min over groups g of `left` and ends j of  f (t + x) + sums[left - g, j, g]
 #
