@@ -39,7 +39,8 @@ def prose_of(path):
     if path.suffix == ".md":
         return list(enumerate(text.split("\n"), 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    kept = [token for token in tokens if token.type in (tokenize.COMMENT, tokenize.STRING)]
+    kinds = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1))
+    kept = [token for token in tokens if token.type in kinds]
     return [(token.start[0] + i, line) for token in kept for i, line in enumerate(token.string.split("\n"))]
 
 

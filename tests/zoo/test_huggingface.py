@@ -248,7 +248,7 @@ def test_without_transformers_the_extra_is_named(config, monkeypatch):
     path = config()
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "meshwright.zoo.huggingface", raising=False)
+    monkeypatch.delitem(sys.modules, "meshwright.zoo.huggingface_classes", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelReferenceError, match=r"needs transformers 5.*pip install 'meshwright\[hf\]'"):
         load_model(path)

@@ -194,6 +194,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise DocumentError(f"{where}: expected a table of {cls.__name__}, found {type(data).__name__}.")
+    renamed = getattr(cls, "RENAMED_KEYS", {})
+    data = {renamed.get(key, key): value for key, value in data.items()}
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in data:
         if key not in fields:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.own_code import source_hash
@@ -20,6 +20,9 @@ class MadeWith:
     file's hash. ``software`` names versions: ``meshwright 0.1.0, torch 2.13.0``. ``predicted_for`` is the training
     software that was estimated (``megatron@2022``), empty for this package's runtime.
     """
+
+    # Keys of older files.
+    RENAMED_KEYS: ClassVar = {"priced_for": "predicted_for"}
 
     measurements: str = ""
     measurements_hash: str = ""

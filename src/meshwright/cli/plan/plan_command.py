@@ -39,6 +39,7 @@ from meshwright.spec import (
     GradientExchange,
     MeshwrightError,
     Optimizer,
+    PlanError,
     Workload,
     format_percent,
     format_seconds,
@@ -136,9 +137,9 @@ def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) 
         return "Strategies of single layers are of the model as it is: leave out --rewrite to search them."
     best = found.plans.best.plan
     workload, machine = best.workload, found.cost.cluster
-    graph = found.graph_for(workload.global_batch)
     num_devices = max(request.ranks) if request.ranks else None
     try:
+        graph = found.graph_for(workload.global_batch)
         space = soap_space(graph, machine, workload, found.cost, num_devices=num_devices, can_run=True)
         result = search_soap(
             space,
@@ -148,6 +149,8 @@ def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) 
         )
     except MeshwrightError as error:
         return f"Strategies of single layers (FlexFlow's SOAP space) were not searched: {error}"
+    except KeyboardInterrupt:
+        return "Strategies of single layers (FlexFlow's SOAP space): the search was interrupted."
     made_with = note_making(found.measurements, file or Path("placement.json"), found.predicted_for)
     strategy = Strategy(result=result, plan_s=found.plans.best.step_time_s, file=file)
     try:
@@ -275,8 +278,13 @@ def run_plan(request: PlanRequest) -> None:
 
     files = files_to_write(request.model, request.out, request.launch, request.slurm)
     of_strategy = strategy_file(request.out) if request.method == "flexflow" else None
-    if of_strategy is not None and of_strategy == files.plan:
-        files = PlanFiles(plan=None, script=None, slurm=request.slurm)
+    # A file holds the placement; then the plan is written only if there is no strategy.
+    is_instead = of_strategy is not None and of_strategy == files.plan
+    if is_instead and request.launch is not None:
+        raise PlanError(
+            f"--method flexflow writes a placement to {of_strategy}, which needs no script. Leave --launch out, or "
+            "give a folder (--out) for plan, script and placement."
+        )
     page = page_path(request.html, request.open_browser, "plan")
     check_orders(request.find_orders)
     own_exchange = None if request.exchange is None else load_order(request.exchange)
@@ -292,6 +300,8 @@ def run_plan(request: PlanRequest) -> None:
     except KeyboardInterrupt:
         note("Interrupted before a plan that fits was found.")
         raise
+    if is_instead and isinstance(strategy, Strategy):
+        files = PlanFiles(plan=None, script=None, slurm=request.slurm)
     plans, remarks = found.plans, list(found.remarks)
     if request.find_orders is not None:
         plans, said = order_best(plans, found.graph_for, found.cost, request)

@@ -312,7 +312,7 @@ def put_plans(
         told = [shares_table(shares.row())] if shares.choices else []
         print_tables(*told, shares.explain(with_parts=False), "")
     # Names of files may hold square brackets, which rich would read as markup.
-    files_of_strategy = strategy is not None and request.out is not None
+    files_of_strategy = not isinstance(strategy, str | None) and request.out is not None
     said = written or ([] if files_of_strategy else [no_files(request.model)])
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, said))
     if strategy is not None:

@@ -323,6 +323,10 @@ def _keep_what_goes_on(graph: Graph, layers: list[SoapLayer], home: dict[int, in
         for tensor in graph.ops[op].inputs:
             if tensor in maker and home[maker[tensor]] != at:
                 handed[home[maker[tensor]]].add(tensor)
+    # Parts of a loss are summed; other outputs are put together from runs of a dim, as what layers read is.
+    for tensor in () if graph.has_loss else graph.outputs:
+        if tensor in maker:
+            handed[home[maker[tensor]]].add(tensor)
     for layer, tensors in zip(layers, handed, strict=True):
         kept: list[SoapDim] = []
         for dim in layer.dims:

@@ -215,7 +215,7 @@ class _Writer:
             return known
         role = facts.graph.tensors[tensor].role
         if role in _HELD:
-            is_own = role != "constant" and len(facts.readers[tensor]) == 1
+            is_own = role != "constant" and len(facts.readers.get(tensor, ())) == 1
             local = self._add(tensor, cuts if is_own else ())
             self._part.held[local] = tensor, cuts if is_own else ()
             cut_here = () if is_own else cuts
