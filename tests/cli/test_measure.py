@@ -143,7 +143,7 @@ def test_links_of_one_rank_are_refused_before_anything_is_timed(run, tmp_path, m
         (
             "links.parquet",
             None,
-            "This verb needs pyarrow, which is not installed. Run: pip install 'meshwright[tables]'",
+            "This command needs pyarrow, which is not installed. Run: pip install 'meshwright[tables]'",
         ),
     ],
     ids=["name", "another file", "no pyarrow"],

@@ -1,4 +1,4 @@
-"""``meshwright``: one verb per task; an error is printed as one paragraph and sets the exit code.
+"""The command ``meshwright``: one subcommand per task; an error is printed as one paragraph and sets the exit code.
 
 Exit codes: 0 done, 1 error or interrupted, 2 usage, 3 no feasible plan.
 """
@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
-# Verbs in the order of the help: the module of each, and its line in the help. A verb is imported when it runs,
+# Subcommands in the order of the help: module and line in the help. A module is imported when its command runs,
 # because importing all of them takes twice as long as printing the help.
 VERBS = {
     "capture": (
@@ -64,7 +64,7 @@ VERBS = {
 
 
 def load_verb(name: str) -> Any:
-    """The command or group of commands of a verb."""
+    """Import and return a subcommand, or a group of subcommands, by its name."""
     module, attribute = VERBS[name][0].split(":")
     found = getattr(import_module(module), attribute)
     parent = typer.Typer(add_completion=False, rich_markup_mode="markdown")
@@ -155,7 +155,7 @@ def _report(error: Exception, arguments: list[str]) -> int:
         return error.exit_code
     if isinstance(error, ImportError) and (module := missing_of(error)):
         # Scoring needs every package of its extra; this one is the first that is missing.
-        report_error(explain_missing("This verb", module, "validate" if arguments[:1] == ["validate"] else ""))
+        report_error(explain_missing("This command", module, "validate" if arguments[:1] == ["validate"] else ""))
         return 1
     if isinstance(error, OSError) and error.filename is not None:
         # An impossible file name or an unreadable folder: raised wherever a path is first used.

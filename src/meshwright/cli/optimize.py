@@ -213,7 +213,7 @@ optimize.add_typer(rules)
 
 _KINDS = "rules in .toml, a rule book (.json), TASO's graph_subst.pb, or Unity's graph_subst_3_v2.json"
 RuleFile = Annotated[
-    Path | None, typer.Argument(metavar="[FILE]", help=f"A file: {_KINDS}. By default the basis that ships.")
+    Path | None, typer.Argument(metavar="[FILE]", help=f"A rule file: {_KINDS}. Default: the rules that ship.")
 ]
 
 

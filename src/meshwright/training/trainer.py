@@ -514,7 +514,10 @@ def check_same(what: str, own: str) -> None:
 
 
 class Losses:
-    """Sums of losses over all ranks; every rank knows the same ones at the same call."""
+    """Mean losses of the batches, all-reduced over the ranks.
+
+    ``known`` grows by the same values at the same call on every rank.
+    """
 
     def __init__(self, session: Session) -> None:
         self._window = session.steps.num_filling + 1

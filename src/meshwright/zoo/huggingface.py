@@ -320,8 +320,8 @@ def find_task(config: Any, where: str) -> tuple[type[Task], type]:
         f"Name {' or '.join(dict.fromkeys(item.__name__ for _, item in known))} there, or give" if known else "Give"
     )
     raise ModelReferenceError(
-        f"{where}: {asked} has none of the tasks for which there are a batch and a loss here: causal, masked and "
-        "sequence-to-sequence language models, speech to text, classification of images and of sequences. "
+        f"{where}: {asked} has no task for which Meshwright has an example batch and a loss. Supported are causal, "
+        "masked and sequence-to-sequence language models, speech to text, image and sequence classification. "
         f"{choice} the model as path/to/file.py:function."
     )
 

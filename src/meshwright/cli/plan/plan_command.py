@@ -164,7 +164,10 @@ def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) 
 
 
 def strategy_file(out: Path | None) -> Path | None:
-    """Where the strategy goes: the file that was asked for, or one in the folder."""
+    """Return the file for FlexFlow's strategy: ``out``, or ``placement.json`` in it if it is a folder.
+
+    Returns None without ``out``.
+    """
     file = out if out is None or out.suffix else out / "placement.json"
     if file is not None:
         refuse_replacing(file)

@@ -319,10 +319,12 @@ def _read_table(path: Path) -> Measurements:
 def _refuse_unused(request: SimulateRequest) -> None:
     """Raise DocumentError for options that exclude each other."""
     if request.goodput and request.capacity:
-        raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
+        raise DocumentError("--goodput changes rates and --capacity devices. Use one of them.")
     if request.sweep and (request.goodput or request.capacity):
-        sought = "--goodput" if request.goodput else "--capacity"
-        raise DocumentError(f"{sought} is searched for, and --sweep simulates what is given. Ask for one of them.")
+        sought = (
+            "--goodput searches for the rate" if request.goodput else "--capacity searches for the number of devices"
+        )
+        raise DocumentError(f"{sought}, and --sweep simulates given values. Use one of them.")
     if request.sweep and request.against:
         raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave --against out.")
     if request.place is not None and (request.sweep or request.against or request.goodput):

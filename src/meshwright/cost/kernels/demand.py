@@ -132,8 +132,8 @@ def _broadcast(op: str, given: dict[str, NDArray[np.generic]]) -> dict[str, Floa
             )
     if len(lengths - {1}) > 1:
         raise MeasurementError(
-            f"{op}: sizes of {', '.join(map(str, sorted(lengths)))} queries; expected one number for each query, or "
-            "one for all."
+            f"{op}: the columns of sizes have {' and '.join(map(str, sorted(lengths)))} entries; expected the same "
+            "number in all of them, or a single entry."
         )
     count = (lengths - {1} or {1}).pop()
     # Compiled loops need contiguous columns.

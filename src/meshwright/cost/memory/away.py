@@ -235,12 +235,12 @@ class AwayBlocks:
         return self._kept
 
     def forward(self, op: int, values: dict[int, int], ledger: Ledger) -> None:
-        """Before an op: if a unit starts with it, copies of earlier ones have ended."""
+        """Free activations of earlier units, whose copies have ended, if a unit starts with this op."""
         if op in self._begins:
             self._leave(self._begins[op], op, values, ledger)
 
     def end_forward(self, values: dict[int, int], ledger: Ledger) -> None:
-        """All ops were computed, and all copies have ended."""
+        """Free the activations whose copies end with the forward."""
         self._leave(self._end, 1 << 62, values, ledger)
 
     def begin_backward(self, ledger: Ledger) -> None:
@@ -248,7 +248,7 @@ class AwayBlocks:
         self._take(self._first_up, ledger)
 
     def backward(self, op: int, ledger: Ledger) -> None:
-        """Before the backward of an op."""
+        """Allocate the activations whose copies back start before the backward of this op."""
         if op in self._comes:
             self._take(self._comes[op], ledger)
 

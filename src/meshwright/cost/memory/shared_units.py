@@ -63,7 +63,7 @@ class UnitMemory:
         self.own: dict[tuple[int, ...], int] = {}
 
     def before_forward(self, op: int) -> None:
-        """Before an op computes."""
+        """Gather the unit whose first op this is; on CUDA also the following unit (prefetch)."""
         place = self._by_first.get(op)
         if place is not None:
             self._gather(place)
@@ -71,22 +71,22 @@ class UnitMemory:
                 self._gather(place + 1)
 
     def after_forward(self, op: int) -> None:
-        """After an op has computed."""
+        """Free the gathered parameters of the unit whose last op this is."""
         self._let_go(self._by_last.get(op))
 
     def begin_backward(self) -> None:
-        """At the start of the root's backward."""
+        """Gather the last unit."""
         self._gather(len(self._shared.units) - 1)
 
     def before_backward(self, op: int) -> None:
-        """Before the backward of an op."""
+        """Gather the unit whose last op this is, and the unit before it (prefetch)."""
         place = self._by_last.get(op)
         if place is not None:
             self._gather(place)
             self._gather(place - 1)
 
     def unit_done(self, op: int) -> SharedUnit | None:
-        """Return the unit whose backward ends with that of an op."""
+        """Return the unit whose backward ends with that of an op, and free its gathered parameters."""
         place = self._by_first.get(op)
         self._let_go(place)
         return None if place is None else self._shared.units[place]
@@ -112,7 +112,7 @@ class UnitMemory:
             self._ledger.free(self._ledger.take(unit.own_bytes, WORKSPACE))
 
     def end_backward(self) -> None:
-        """At the end of the backward; no collective is in flight."""
+        """Free the input of the last reduce-scatter."""
         self._drop_input()
 
     def end_step(self) -> None:

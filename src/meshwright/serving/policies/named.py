@@ -96,7 +96,7 @@ class Timeouts(NamedTuple):
 
 
 class Aimd(NamedTuple):
-    """Settings: ``start``, the first limit."""
+    """AIMD batching (Clipper). ``start``: the batch limit of every queue at the start."""
 
     start: int = 1
 
@@ -123,7 +123,7 @@ class Aimd(NamedTuple):
         """Do nothing: no timer is used."""
 
     def next_wake(self, pool: Ints) -> int:
-        """Never."""
+        """Return `NEVER`: no timer is used."""
         return NEVER
 
 

@@ -26,7 +26,10 @@ class ModelTotals:
 
 
 class Totals:
-    """``models`` by name; ``cancelled`` requests, and connections ``refused`` over the limit."""
+    """Counts of a server since its start.
+
+    ``models``: `ModelTotals` by name. ``cancelled``: requests. ``refused``: connections over the limit.
+    """
 
     def __init__(self) -> None:
         self.models: defaultdict[str, ModelTotals] = defaultdict(ModelTotals)

@@ -125,9 +125,10 @@ Integers = NDArray[np.int64]
 
 
 class Have(NamedTuple):
-    """A tensor's layout on one axis: split at a place or whole; or, if ``sums``, a sum over the ranks.
+    """A tensor's layout on one mesh axis: split along a dim, whole, or a partial sum on each rank.
 
-    For a parameter, ``sums`` is about its gradient.
+    ``place``: the dim and the number of equal pieces in it; None if whole. ``sums``: each rank has a partial sum; for a
+    parameter, of its gradient.
     """
 
     place: Place

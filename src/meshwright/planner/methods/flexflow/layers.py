@@ -69,7 +69,10 @@ class SoapLayer:
 
 
 def find_layers(graph: Graph, batch_size: int, *, can_run: bool = False) -> list[SoapLayer]:
-    """The layers of a graph, in an order in which each reads only what earlier ones make."""
+    """Return the layers of a graph in topological order, with the SOAP dims along which each can be split.
+
+    ``can_run``: leave out dims along which the parts cannot run as separate ops.
+    """
     reader = _Reader(graph, batch_size, can_run)
     layers: list[SoapLayer] = []
     home: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""FlexFlow's Markov chain over what a `Plan` can say: the method of the planner.
+"""FlexFlow's Markov chain, over plans instead of SOAP strategies.
 
 A SOAP strategy may split every op in another way; a plan has stages of neighbouring layers, replicas of them, one
-sharding for all. So the chain walks over plans: a move takes the point where it is and changes one thing,
+sharding for all. So the chain walks over plans. Each move changes one thing of the current plan:
 
     bounds      one boundary between stages anywhere between its neighbours
     replicas    a rank from one stage to another

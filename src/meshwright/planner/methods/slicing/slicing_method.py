@@ -63,7 +63,7 @@ def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchSta
         raise PlanError(
             f"Exact slicing supports up to {MAX_RANKS:,} ranks, because its tables grow with their square, but the "
             f"plans need {min(space.num_ranks for _, _, space in bounds):,}. Use --method grid, fewer devices, or "
-            "larger teams."
+            "larger tensor-, context- or expert-parallel groups (--tensor, --context, --expert)."
         )
     found: list[PlanCandidate] = []
     best_s: dict[int, float] = {}
