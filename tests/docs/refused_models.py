@@ -193,7 +193,7 @@ class Compiled(Body):
 
 
 class PythonRandom(Body):
-    """Python's own random numbers, or a global that changes (detected only if the model has weights: by `run` and `capture_model`)"""
+    """Python's own random numbers, or a global that changes (found only with weights: by `run` and `capture_model`)"""
 
     def forward(self, x):
         return random.random() * self.body(x).mean()

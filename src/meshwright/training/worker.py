@@ -218,11 +218,8 @@ class Outcome:
     def explain(self) -> list[str]:
         """Sentences for people."""
         ends = f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}"
-        basis = (
-            ""
-            if self.is_measured
-            else ", from datasheets; --measurements TABLE uses what `meshwright measure` found here"
-        )
+        advice = ", from datasheets; --measurements TABLE uses what `meshwright measure` found here"
+        basis = "" if self.is_measured else advice
         known = f"predicted: {format_seconds(self.predicted_s)} per step, 80 % interval {ends}{basis}"
         where = f"The measured step is {'in' if self.is_inside else 'outside of'} that interval."
         told = [known, where if self.is_inside else f"{where} {self.difference}".rstrip()]

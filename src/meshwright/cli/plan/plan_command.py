@@ -164,7 +164,7 @@ def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) 
 
 
 def strategy_file(out: Path | None) -> Path | None:
-    """Return the file for FlexFlow's strategy: ``out``, or ``placement.json`` in it if it is a folder.
+    """Return the file for FlexFlow's strategy: ``out``, or ``placement.json`` in it if it has no suffix (a folder).
 
     Returns None without ``out``.
     """

@@ -17,7 +17,10 @@ _PAUSES_IN_BATCH, _MOST_PAUSE_NS = 200, 300_000
 
 
 class Catalog:
-    """See the module's docstring. ``generation`` is increased whenever frontends must be notified of changed models."""
+    """The models that a scheduler serves, by number.
+
+    ``generation`` is increased whenever frontends must be notified of changed models.
+    """
 
     def __init__(self, served: Iterable[Served]) -> None:
         self.generation = 0
