@@ -78,7 +78,7 @@ class Dispatched(TorchDispatchMode):
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """While active, count what the model dispatches."""
+        """Count, inside of the context, the operators that the model dispatches."""
         self.calls.clear()
         path = [""]
 

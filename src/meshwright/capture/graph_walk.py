@@ -43,7 +43,7 @@ class Returned:
     leaves: tuple[tuple[bool, Any], ...]
 
     def rebuild(self, outputs: Sequence[Any]) -> Any:
-        """The model's own output of the graph's outputs."""
+        """Return the output in the model's own structure, from the outputs of the graph."""
         leaves = [outputs[value] if is_output else value for is_output, value in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 

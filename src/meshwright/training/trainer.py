@@ -270,7 +270,7 @@ class Trainer:
 
     @property
     def compilation(self) -> Compilation:
-        """The state of this rank's layers under a plan that compiles them."""
+        """Which of this rank's layers are compiled, if the plan compiles them."""
         return self._session.model.compilation
 
     @property

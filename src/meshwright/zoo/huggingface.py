@@ -108,10 +108,10 @@ class _Sequences(Task):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalLanguageModel(_Sequences):
-    """Predict the next token."""
+    """The task of predicting each next token."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Tokens (batch, sequence), and the same moved by one."""
+        """Return tokens (batch, sequence), and the next tokens as targets."""
         tokens, targets = self._tokens()
         return {"input_ids": tokens}, (targets,)
 

@@ -78,7 +78,7 @@ class Strategy:
     file: Path | None = None
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for ``--json``."""
         return {
             "layers": self.result.configurations(),
             "estimated_step_s": self.result.step_s,
@@ -90,7 +90,7 @@ class Strategy:
         }
 
     def tables(self) -> Iterator[Any]:
-        """What people read."""
+        """Yield the sentences and tables for the terminal."""
         from meshwright.report.narrow import NarrowTable
         from meshwright.simulator import explain_overflows, find_overflows
 

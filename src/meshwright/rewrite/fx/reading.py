@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
-    """The same module with convolutions in channels last, for frozen weights; None if it has no convolutions.
+    """Return the module with its convolutions in channels last, for frozen weights; None without convolutions.
 
     Outputs keep their layout. Weights in another layout are stored a second time.
     """

@@ -42,7 +42,10 @@ class Catalog:
 
     @property
     def most_late_ns(self) -> int:
-        """The most lateness (ns) that is planned for: a quarter of the tightest model's time besides computation."""
+        """Largest delay (ns) that is planned for.
+
+        It is a quarter of the SLO minus the time of a batch of one, the least of all models.
+        """
         return min(served.slo_ns - served.table[1] for served in self) // 4
 
     @property

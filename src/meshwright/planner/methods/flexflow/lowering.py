@@ -162,7 +162,7 @@ class _Writer:
         self._part = Part(layer=number, number=0, graph=empty, ops=())
 
     def write(self, number: int) -> Part:
-        """The part of this number."""
+        """Return the graph of the part with this number."""
         graph, part = self._facts.graph, self._part
         for index in self._facts.needed(self._number):
             op = graph.ops[index]

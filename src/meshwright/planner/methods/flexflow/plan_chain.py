@@ -60,7 +60,7 @@ class Point:
     ranks: tuple[int, ...]
 
     def plan(self) -> Plan:
-        """The plan, checked. Raises MeshwrightError where the point stands for none."""
+        """Return the plan of this point, checked. Raises MeshwrightError if it has no valid plan."""
         space, graph = self.space, self.space.graph_for(self.size)
         ends, firsts = (*self.cuts, len(graph.layers)), np.cumsum([0, *self.replicas])
         stages = tuple(
@@ -170,7 +170,7 @@ class _Walker:
         return point, self.energies[plan]
 
     def plan_of(self, point: Point) -> Plan | None:
-        """The plan of a point; None if it stands for none."""
+        """Return the plan of a point; None if it has no valid plan."""
         if point not in self._plans:
             try:
                 self._plans[point] = point.plan()
@@ -193,7 +193,10 @@ class _Walker:
         return None
 
     def data_parallel(self) -> list[Point]:
-        """One stage of all ranks, or equal stages where one is not allowed; the largest microbatches first."""
+        """Return a starting point for each space and microbatch size, the largest size first.
+
+        It has one stage on all ranks, or equal stages if a single one is not allowed.
+        """
         found = []
         for space in self.spaces:
             schedule = next((name for name in space.schedules if name in BASIC_SCHEDULES), space.schedules[0])

@@ -46,12 +46,12 @@ class SoapResult:
 
     @property
     def num_simulated(self) -> int:
-        """Proposals that were simulated, of all chains; none of them equal to what was there."""
+        """Number of simulated proposals of all chains. Proposals that equal the current strategy are not simulated."""
         return self.tally[SIMULATED]
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of them that was accepted."""
+        """Share of simulated proposals that were accepted."""
         return self.tally[ACCEPTED] / max(self.num_simulated, 1)
 
     @property
@@ -132,7 +132,10 @@ class SoapResult:
 
 
 def read_strategy(space: SoapSpace, document: Mapping[str, Any]) -> StrategyArrays:
-    """The candidates and devices of a document. Raises DocumentError if it is not one of a strategy of this space."""
+    """Return the candidates and devices of a strategy's document.
+
+    Raises DocumentError if it is not a strategy of this space.
+    """
     layers = document.get("layers", [])
     fits = document.get("schema") == SCHEMA and document.get("graph_hash") == space.graph.content_hash
     if not fits or len(layers) != len(space.layers):

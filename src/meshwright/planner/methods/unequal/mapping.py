@@ -94,7 +94,7 @@ class MappingProblem(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return len(self.static_bytes)
 
 
@@ -299,7 +299,7 @@ class DeviceClass:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.ranks)
 
 

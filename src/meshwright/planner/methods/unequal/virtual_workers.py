@@ -287,8 +287,9 @@ class VirtualWorkers:
 
 
 def allocate(cluster: Cluster, policy: Policy, num_workers: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each virtual worker; ``num_workers`` (of a pair of nodes, in hybrid) is as many as can be alike.
+    """Return the ranks of each virtual worker.
 
+    ``num_workers``: number of workers; in hybrid, of a pair of nodes. By default as many equal workers as possible.
     Raises PlanError for nodes or numbers of workers that do not divide evenly.
     """
     nodes: dict[int, list[int]] = {}
