@@ -81,7 +81,7 @@ class FlatTrace:
         return not any(self.batched)
 
     def attribute(self, name: str) -> Any:
-        """What a `get_attr` node of the graph stands for."""
+        """Return the tensor or branch to which a `get_attr` node refers."""
         for table in (self.state, self.constants, self.branches):
             if name in table:
                 return table[name]
@@ -89,7 +89,7 @@ class FlatTrace:
 
 
 def target_of(node: fx.Node) -> Any:
-    """What the node calls or names (fx types it too widely to be of use)."""
+    """Return the function or name that a node calls (fx types it too widely to be of use)."""
     return node.target
 
 

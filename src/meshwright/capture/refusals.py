@@ -175,7 +175,7 @@ class StateWatch:
         return {key: value for key, value in vars(module).items() if key not in _MODULE_FACTS and key != "forward"}
 
     def changes(self) -> list[tuple[str, str]]:
-        """(module, attribute) of everything that is no longer as it was."""
+        """Return (module, attribute) of every Python attribute that has changed."""
         found = []
         for name, module in self._model.named_modules():
             if type(module).__module__.startswith("torch.nn."):

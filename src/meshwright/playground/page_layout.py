@@ -203,12 +203,12 @@ def again_of(state: Controls, graph: Graph, given: Plan | None = None) -> Recomp
 
 
 def offload_of(state: Controls) -> Offload:
-    """What is offloaded from the devices."""
+    """Return the offload that the controls describe."""
     return ON_DEVICE if state.offload == "none" else read_offload((state.offload,))
 
 
 def deal_of(schedule: str) -> str:
-    """How a schedule assigns stages to positions."""
+    """Return the name of the rule by which a schedule assigns stages to positions."""
     return SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule), "single")
 
 

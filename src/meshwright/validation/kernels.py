@@ -57,7 +57,7 @@ class Regressor(Protocol):
         """Fit to rows."""
 
     def predict(self, features: Floats) -> Floats:
-        """What the target would be."""
+        """Return the predicted target of each row."""
 
 
 Arm = tuple[str, "Callable[[FitRows, FitRows], Floats]"]

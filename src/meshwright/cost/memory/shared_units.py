@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class SharedUnit(NamedTuple):
-    """Ops from ``first`` to ``last`` read some parameters: bytes of all when gathered, and of their gradients.
+    """A unit of sharded parameters, which ops from ``first`` to ``last`` read.
 
-    ``scattered_bytes``: in the type in which gradients are reduced. ``own_bytes``: bytes that a rank keeps of the sums.
+    ``gathered_bytes``: of all its parameters when gathered. ``scattered_bytes``: of their gradients, in the type in
+    which they are reduced. ``own_bytes``: bytes that a rank keeps of the sums.
     """
 
     first: int
@@ -33,7 +34,10 @@ class SharedUnit(NamedTuple):
 
 
 class SharedUnits(NamedTuple):
-    """The root, and the units in the order of their ops. ``stay_gathered``: units are never resharded (ZeRO 2)."""
+    """The root unit, which has all other parameters, and the units in the order of their ops.
+
+    ``stay_gathered``: units are never resharded (ZeRO 2).
+    """
 
     root: SharedUnit
     units: tuple[SharedUnit, ...]
@@ -50,7 +54,7 @@ NOTHING_SHARED = SharedUnits(root=SharedUnit(0, 0, (), 0, 0, 0), units=(), stay_
 
 
 class UnitMemory:
-    """Allocations and frees of a walk for units; `StageWalk` reports when ops start and end."""
+    """The allocations and frees of sharded units; `StageWalk` calls its methods when ops start and end."""
 
     def __init__(self, shared: SharedUnits, ledger: Ledger, device: Backend) -> None:
         self._shared, self._ledger, self._device = shared, ledger, device

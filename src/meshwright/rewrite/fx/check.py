@@ -36,7 +36,7 @@ def check_close(
 ) -> float:
     """As `check_equal`, in the graphs' own dtypes.
 
-    Raises RewriteError beyond `OWN_TOLERANCE`, or beyond `LOW_TOLERANCE` for 32-bit and narrower types.
+    Raises RewriteError beyond `OWN_TOLERANCE`, or for 16-bit tensors beyond `LOW_TOLERANCE`.
     """
     one, two = (_run(copy.deepcopy(graph), tensors, training=training) for graph in (before, after))
     return _compare(one, two, OWN_TOLERANCE)

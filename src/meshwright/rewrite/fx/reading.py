@@ -390,7 +390,7 @@ class _Memory:
         return node in self._pinned
 
     def rename(self, node: fx.Node, result: Any, env: dict[fx.Node, Any]) -> None:
-        """After an in-place write that was read as a value: later readers of the old name get the new one."""
+        """Let later readers of a value that is written in place read the result of the write."""
         if result is not None and str(node.target) in IN_PLACE:
             env[node.args[0]] = result  # type: ignore[index]
 

@@ -65,9 +65,10 @@ from meshwright.spec.own_code import load_function, split_reference
 
 
 class Timeouts(NamedTuple):
-    """Settings: ``preferred`` requests in a batch (0: those that take half the SLO); ``wait``, percent of the SLO.
+    """A batch starts when it is large enough, or when its first request has waited long enough.
 
-    ``most`` requests are in the largest batch (0: those that take the whole SLO).
+    ``preferred``: requests in a batch (0: the number that takes half the SLO). ``wait``: percent of the SLO.
+    ``most``: the largest batch (0: the model's).
     """
 
     preferred: int = 0

@@ -50,7 +50,10 @@ _PENALTY_S_PER_BYTE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Where the chain is: ``cuts`` are the starts of all stages but the first, ``ranks`` in line."""
+    """A state of the chain.
+
+    ``cuts``: the first layers of all stages but the first. ``ranks``: those of all stages, one stage after the other.
+    """
 
     space: Space
     size: int
@@ -159,7 +162,10 @@ class _Walker:
         return len(self.energies)
 
     def look(self, point: Point, state: SearchState) -> Generator[Proposal, RankedPlan | None, tuple[Point, float]]:
-        """What a point's plan takes, simulated unless it was before; infinite if that cannot be."""
+        """Return a point and the energy of its plan; infinite if it has no valid plan or cannot be simulated.
+
+        A plan is simulated once.
+        """
         plan = self.plan_of(point)
         if plan is None:
             return point, math.inf

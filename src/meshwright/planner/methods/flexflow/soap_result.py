@@ -56,7 +56,7 @@ class SoapResult:
 
     @property
     def degrees(self) -> tuple[tuple[int, ...], ...]:
-        """Of each layer the degree of each of its dims."""
+        """The degrees of the dims of each layer."""
         rows = self.space.soap.degrees[self.candidates].tolist()
         return tuple(tuple(row[: len(layer.dims)]) for row, layer in zip(rows, self.space.layers, strict=True))
 
@@ -66,7 +66,7 @@ class SoapResult:
         return bool((self.space.soap.parts[self.candidates] > 1).any())
 
     def configurations(self) -> list[dict[str, Any]]:
-        """Of each layer its name, degrees by dim and devices of its parts."""
+        """Return for each layer its name, degrees by dim and devices of its parts."""
         soap = self.space.soap
         rows = []
         for at, layer in enumerate(self.space.layers):
@@ -77,7 +77,7 @@ class SoapResult:
         return rows
 
     def explain(self) -> str:
-        """For people: the step, what takes how long on the busiest device and links, and how it was found."""
+        """Return sentences on the step, on the busiest device and links, and on the search."""
         strategy, schedule = empty_strategy(self.space.soap), empty_schedule(self.space.soap)
         configure_all(self.space.soap, strategy, self.candidates, self.devices)
         simulate_all(self.space.soap, strategy, schedule)

@@ -321,7 +321,7 @@ def find_classes(cluster: Cluster, *, merged: bool = False) -> tuple[DeviceClass
 
 
 def count_states(classes: Sequence[DeviceClass]) -> int:
-    """In how many ways devices can be left of the classes."""
+    """Return the number of ways in which devices of the classes can remain."""
     return prod(item.size + 1 for item in classes)
 
 
