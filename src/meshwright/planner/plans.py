@@ -137,8 +137,9 @@ class Plans:
         lines += [self._search_line(), *self.notes]
         if self.refused:
             plan, reason = self.refused[0]
+            example = ", for example " if len(self.refused) > 1 else ": "
             lines.append(
-                f"Left out {format_count(len(self.refused), 'plan')} that cannot be taken, the first of them "
+                f"Left out {format_count(len(self.refused), 'plan')} that cannot be used{example}"
                 f"{summarise(plan)}: {reason}"
             )
         return "\n".join(lines)
@@ -153,8 +154,8 @@ class Plans:
         beside = f"; the first is {format_percent(slower)} slower than the fastest" if slower >= _TOLD_SHARE else ""
         # A plan with a found order comes first, whatever memory it needs.
         peaks = [max(item.peak_memory_bytes) for item in self.ranked[:count]]
-        ordered = ", and stand in the order of their memory" if peaks == sorted(peaks) else ""
-        return [f"The first {count} are as fast as each other, as far as predictions go{ordered}{beside}."]
+        ordered = ", and are sorted by memory" if peaks == sorted(peaks) else ""
+        return [f"The first {count} are equally fast within the accuracy of the prediction{ordered}{beside}."]
 
     def why_not(self, other: Plan) -> str:
         """Explain what ``other`` loses against the best plan, or by how much it does not fit.
