@@ -77,8 +77,8 @@ def test_resnet_in_one_node_stays_as_it_is():
     assert "hierarchical" not in [item.name for item in found.others]
     assert not found.is_worth_it
     assert found.gain < 0.03
-    assert "Stay with the plan" in found.explain()
-    assert "hides behind the backward" in found.explain()
+    assert "Keep the plan" in found.explain()
+    assert "overlaps with the backward" in found.explain()
 
 
 def test_the_reason_is_what_bounds_the_step():

@@ -336,16 +336,20 @@ class ExchangeComparison:
         )
         if self.is_worth_it:
             return f"{bound} Worth it: {self.best.name}, {format_percent(self.gain)} faster than the plan as it is."
-        gain = f"{format_percent(self.gain)} by {self.best.name}" if self.best is not self.own else "nothing"
-        return f"{bound} Stay with the plan: {gain} can be gained. {self._reason()}"
+        gain = (
+            f"the best alternative, {self.best.name}, gains only {format_percent(self.gain)}"
+            if self.best is not self.own
+            else "no alternative is faster"
+        )
+        return f"{bound} Keep the plan: {gain}. {self._reason()}"
 
     def _reason(self) -> str:
         exposed_s = max(rank.exposed_exchange_s for rank in self.own.simulation.ranks)
         if exposed_s < WORTH_IT * self.own.step_time_s:
-            return f"Its exchange hides behind the backward, but for {format_seconds(exposed_s)}."
+            return f"All but {format_seconds(exposed_s)} of the exchange overlaps with the backward."
         if self.communication_s > self.computation_s:
             return "The links are busy nearly all the time: fewer bytes or faster links help, no order does."
-        return "What is ready last is needed first, so that it can hide behind nothing."
+        return "The gradients that are ready last are needed first, so their exchange cannot overlap with anything."
 
 
 def compare_exchanges(
