@@ -57,10 +57,7 @@ class AwayUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwayValue:
-    """A storage that goes down with unit ``down`` and comes up for unit ``up``; ``last`` is the op that reads it last.
-
-    The last in a backward is the first of the ops that saved it.
-    """
+    """A storage that is copied down with unit ``down`` and back for unit ``up``; op ``last`` is its last reader."""
 
     storage: int
     down: int
@@ -83,7 +80,7 @@ class Away:
 
     @property
     def coming(self) -> list[int]:
-        """The units for which something comes up, in the order of the backward: descending."""
+        """The units whose activations are copied back, in the order of the backward: descending."""
         return [number for number in reversed(range(len(self.units))) if self.units[number].up_bytes]
 
     @property
@@ -244,7 +241,7 @@ class AwayBlocks:
         self._leave(self._end, 1 << 62, values, ledger)
 
     def begin_backward(self, ledger: Ledger) -> None:
-        """Start the backward of a microbatch, and with it the first copies up."""
+        """Start the backward of a microbatch and the first copies back to the device."""
         self._take(self._first_up, ledger)
 
     def backward(self, op: int, ledger: Ledger) -> None:

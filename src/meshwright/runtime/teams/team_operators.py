@@ -41,7 +41,7 @@ from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
 
 def count_rows(ends: torch.Tensor) -> torch.Tensor:
-    """Rows per expert, from the ends of their ranges."""
+    """Return the number of rows per expert, from the ends of their ranges."""
     return torch.diff(ends, prepend=ends.new_zeros(1)).long()
 
 
@@ -115,7 +115,7 @@ class ExchangeCounts(torch.nn.Module):
         self._axis = axis
 
     def forward(self, ends: torch.Tensor) -> torch.Tensor:
-        """Ends of the own rows of all experts → (ranks, experts here)."""
+        """Return received row counts (ranks, local experts), from the ends of this process's rows of all experts."""
         sent = count_rows(ends)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._axis.group)
@@ -239,7 +239,7 @@ class _Convert(torch.autograd.Function):
 
 
 def gather(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
-    """All-gather: the tensors of all processes."""
+    """All-gather: return the tensors of all processes."""
     found = value.new_empty(axis.size * value.numel())
     all_gather_single(found, value.contiguous().view(-1), group=axis.group)
     return list(found.view(axis.size, *value.shape).unbind())
@@ -261,7 +261,7 @@ def sum_shares(value: torch.Tensor, cut: Cut, axis: AxisGroup) -> torch.Tensor:
 
 
 def swap(value: torch.Tensor, have: Cut, want: Cut, axis: AxisGroup) -> torch.Tensor:
-    """All-to-all: the same tensor, cut along another dim."""
+    """All-to-all: return the same tensor, split along another dim."""
     if have.dim == want.dim:
         return want.shares(have.join(gather(value, axis)), axis.size)[axis.index].contiguous()
     shares = torch.stack(want.shares(value, axis.size))
