@@ -87,7 +87,7 @@ COMBINE = f"{MESH}combine.default"
 
 
 def arranging_module(op: Op, axis: AxisGroup | None) -> torch.nn.Module | None:
-    """The module for an op of dispatch and combine; None for other ops."""
+    """Return the module for an op that routes tokens to experts and back; None for other ops."""
     if op.kind in ARRANGING:
         return Arrange(ARRANGING[op.kind])
     if axis is None or op.kind not in (COUNTING, DISPATCH, COMBINE):
@@ -96,19 +96,19 @@ def arranging_module(op: Op, axis: AxisGroup | None) -> torch.nn.Module | None:
 
 
 class Arrange(torch.nn.Module):
-    """A function of the counts alone."""
+    """Computes indices from the row counts alone (`ARRANGING`)."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Integers."""
+        """Return the indices, integers."""
         return self._function(received)
 
 
 class ExchangeCounts(torch.nn.Module):
-    """The number of rows from each rank for each expert here."""
+    """Exchanges the number of rows that each rank sends to each local expert."""
 
     def __init__(self, axis: AxisGroup) -> None:
         super().__init__()
@@ -123,14 +123,14 @@ class ExchangeCounts(torch.nn.Module):
 
 
 class ExchangeRows(torch.nn.Module):
-    """Rows to the ranks that have their experts; ``is_home``: back to those that sent them."""
+    """Sends rows to the ranks that have their experts; with ``is_home`` back to the ranks that sent them."""
 
     def __init__(self, axis: AxisGroup, *, is_home: bool) -> None:
         super().__init__()
         self._axis, self._is_home = axis, is_home
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """The arriving rows, in the order of the ranks."""
+        """Return the arrived rows, in the order of the ranks that sent them."""
         sent = count_rows(ends).view(self._axis.size, -1).sum(1)
         out, back = torch.stack((sent, received.sum(1))).tolist()
         if self._is_home:

@@ -43,7 +43,7 @@ class Read(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """A part of a layer: its ``ops`` of ``graph``, what it is given (``reads``) and makes.
+    """A part of a layer: its ``ops`` of ``graph``, and the tensors that it reads (``reads``) and makes.
 
     ``makes`` are (tensor of the whole graph, local tensor, cuts); ``held`` has by local tensor the parameter, buffer or
     constant of the whole graph, with its cuts, and ``copies`` those buffers that the part writes.
