@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from benchmarks.running.peak_memory import measure_rank_peak
 
+from benchmarks.running.peak_memory import measure_rank_peak
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
     GradientExchange,

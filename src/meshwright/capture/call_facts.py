@@ -153,7 +153,10 @@ _NOT_A_WRITE = {"aten::detach_", "aten::requires_grad_"}
 
 
 def written_and_aliased(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> tuple[list, list]:
-    """(arguments written, arguments that results may alias), of those of type ``kind`` (fx node or slot)."""
+    """Return the arguments that a call writes, and those that its results may alias.
+
+    Only arguments of type ``kind`` (fx node or slot) are returned.
+    """
     schema = getattr(target, "_schema", None)
     if schema is None:
         return _of_subgraphs(args, kind)

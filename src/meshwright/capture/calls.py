@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 def capture_calls(
     graph: fx.Graph, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], *, training: bool
 ) -> Captured:
-    """A graph of ATen calls that need not have to do with each other, each a layer of its own, for these sizes only.
+    """Return a captured graph of separate ATen calls, each in its own layer, for the given sizes only.
 
-    ``inputs``: what its placeholders look like (on any device, "meta" too), in order; ``parameters``: what its
-    `get_attr` nodes name. In training, gradients of ``inputs`` that require them are counted.
+    The calls may be independent of each other. ``inputs``: example values of the placeholders (on any device, "meta"
+    too), in order; ``parameters``: values of the `get_attr` nodes, by name. In training, gradients of ``inputs`` that
+    require them are counted.
     """
     for node in graph.nodes:
         node.meta = {"module": "", "where": ""}

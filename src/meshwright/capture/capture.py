@@ -78,7 +78,7 @@ class Dispatched(TorchDispatchMode):
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """While active, count what the model dispatches."""
+        """Count, inside of the context, the operators that the model dispatches."""
         self.calls.clear()
         path = [""]
 
@@ -115,7 +115,7 @@ class Dispatched(TorchDispatchMode):
 
 
 def explain_calls(model: Dispatched, graph: Dispatched) -> str:
-    """How what the graph dispatches differs from what the model does; empty if it does not."""
+    """Describe how the operators that the graph dispatches differ from the model's; empty if they do not."""
     wanted, found = sum(model.calls.values(), Counter()), sum(graph.calls.values(), Counter())
     lost = {call for call in wanted - found if any(dtype.is_floating_point for _, dtype in call[1])}
     added = set(found - wanted)
@@ -172,7 +172,7 @@ def can_verify(model: nn.Module, inputs: Any, targets: Any) -> bool:
 def verify_capture(
     captured: Captured, model: nn.Module, inputs: Any, targets: Any, loss: Callable[..., Any] | None
 ) -> str:
-    """How the operators of the graph differ from those that the model calls; empty if not, or if there are branches.
+    """Describe how the graph's operators differ from the model's; empty if not, or if there are branches.
 
     Raises CaptureError unless two steps of the captured graph equal two steps of the model.
     """

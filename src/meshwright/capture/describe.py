@@ -45,7 +45,7 @@ def has_own_graph(graph: Graph, op: Op) -> bool:
 
 
 def own_graph(captured: Captured, op: Op, *, batch_size: int, device: torch.device = CPU) -> nn.Module:
-    """What computes such an op of the captured graph, or of a local graph of it, from its inputs.
+    """Return the module that computes an op of the captured graph, or of a local graph of it, from the op's inputs.
 
     Raises GraphError for a batch size that does not fit the graph.
     """

@@ -83,7 +83,7 @@ class BatchLayout:
 
 
 def split_batch(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """(args, kwargs, targets) of what a user calls inputs and targets."""
+    """Return (args, kwargs, targets) for the inputs and targets that a user passes."""
     if isinstance(inputs, Mapping):
         args, kwargs = (), dict(inputs)
     else:

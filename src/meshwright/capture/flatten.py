@@ -135,7 +135,7 @@ def _check_writes(nodes: list[fx.Node], region: Region, attribute: Callable[[fx.
 
 
 def held_by(module: Any, target: str) -> Any:
-    """What a dotted name of a module stands for."""
+    """Return the object that a dotted name refers to, starting at a module."""
     for part in target.split("."):
         module = getattr(module, part)
     return module

@@ -43,7 +43,7 @@ class Returned:
     leaves: tuple[tuple[bool, Any], ...]
 
     def rebuild(self, outputs: Sequence[Any]) -> Any:
-        """The model's own output of the graph's outputs."""
+        """Return the output in the model's own structure, from the outputs of the graph."""
         leaves = [outputs[value] if is_output else value for is_output, value in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -81,7 +81,7 @@ class FlatTrace:
         return not any(self.batched)
 
     def attribute(self, name: str) -> Any:
-        """What a `get_attr` node of the graph stands for."""
+        """Return the tensor or branch to which a `get_attr` node refers."""
         for table in (self.state, self.constants, self.branches):
             if name in table:
                 return table[name]
@@ -89,7 +89,7 @@ class FlatTrace:
 
 
 def target_of(node: fx.Node) -> Any:
-    """What the node calls or names (fx types it too widely to be of use)."""
+    """Return the function or name that a node calls (fx types it too widely to be of use)."""
     return node.target
 
 

@@ -52,7 +52,7 @@ def refuse_frozen(model: nn.Module, title: str) -> None:
 
 @contextmanager
 def refuse_custom_gradients(model: nn.Module) -> Iterator[None]:
-    """While active, a custom autograd.Function or a tensor hook in the user's code raises CaptureError."""
+    """Raise CaptureError, inside of the context, for a custom autograd.Function or tensor hook in the user's code."""
     original = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def refuse_custom_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def note_data_access(model: nn.Module) -> Iterator[list[str]]:
-    """While active, the places in the user's code that use ``Tensor.data`` are put into the list."""
+    """Yield a list to which the context adds each place in the user's code that uses ``Tensor.data``."""
     original: Any = torch._C.TensorBase.data
     places: list[str] = []
 
@@ -114,7 +114,10 @@ def note_data_access(model: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def note_checkpoints(model: nn.Module) -> Iterator[list[str]]:
-    """While active, the places that call ``torch.utils.checkpoint`` come into the list: a trace tells nothing of it."""
+    """Yield a list to which the context adds each place that calls ``torch.utils.checkpoint``.
+
+    A trace does not show these calls.
+    """
     # What keeps a call's inputs in place of what autograd would save, made once per call.
     hook: Any = checkpointing._checkpoint_hook
     begin, places = hook.__init__, list[str]()
@@ -172,7 +175,7 @@ class StateWatch:
         return {key: value for key, value in vars(module).items() if key not in _MODULE_FACTS and key != "forward"}
 
     def changes(self) -> list[tuple[str, str]]:
-        """(module, attribute) of everything that is no longer as it was."""
+        """Return (module, attribute) of every Python attribute that has changed."""
         found = []
         for name, module in self._model.named_modules():
             if type(module).__module__.startswith("torch.nn."):

@@ -31,7 +31,7 @@ class ValueLooks:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def empty(self) -> torch.Tensor:
-        """A leaf tensor on the CPU that looks like this; call it under a fake mode."""
+        """Return an uninitialised leaf tensor on the CPU with these properties; call it under a fake mode."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         return tensor.requires_grad_(self.requires_grad)
 

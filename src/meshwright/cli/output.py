@@ -1,4 +1,4 @@
-"""What verbs print beside JSON: tables on standard output, progress and errors on standard error."""
+"""Output of the commands other than JSON: tables on standard output, progress and errors on standard error."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class TerminalSink:
 
 @contextmanager
 def terminal_sink(quiet: bool) -> Iterator[TerminalSink | None]:
-    """Return a sink for a verb; None if the output is for machines."""
+    """Yield a sink that draws progress on the terminal; None if ``quiet`` or if standard error is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

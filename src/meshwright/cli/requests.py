@@ -70,7 +70,7 @@ class CommandRequest:
     given: tuple[str, ...] = ()
 
     def form(self) -> str:
-        """Which form of the command this is."""
+        """Return the form of the command that is called, a key of ``FORMS``."""
         return next(iter(self.FORMS))
 
     def check(self) -> None:
@@ -136,7 +136,10 @@ def as_command(request: type[R], run: Callable[[R], None]) -> Callable[..., None
 
 
 def option_rows(request: type[CommandRequest], forms: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """What is typed for each option, its help, and where it has an effect, described by ``forms``; for a page."""
+    """Return a row for each option, for a page: its names, its help, and where it has an effect.
+
+    ``forms`` describes the forms of the command.
+    """
     rows = []
     for option in options_of(request).values():
         typed = ", ".join(f"`{name}`" for name in sorted(option.names, key=len, reverse=True))

@@ -412,9 +412,10 @@ System = Literal["accelerate", "deepspeed", "megatron", "torchtitan", "torch-csv
 
 
 def show_settings(value: Any, document: str, graph_file: Path | None, system: System, as_json: bool) -> None:
-    """Print the settings file on standard output; its head lists what it cannot express.
+    """Print the settings file on standard output.
 
-    A file without comments has that list on standard error.
+    Comments at its top list what the system cannot express; if the format has no comments (JSON), the list is printed
+    on standard error.
     """
     from meshwright.report.settings import export_settings
 

@@ -124,12 +124,12 @@ class HostCalls:
 
     @property
     def speed(self) -> float:
-        """How many times as long as the reference this host takes, without launches."""
+        """Time per call, launches excluded, relative to the reference host: 2 if this host takes twice as long."""
         return (self.linear_s - self.call_s) / (self.reference.linear_s - self.reference.call_s)
 
     @property
     def compiled_speed(self) -> float:
-        """How many times as long as the host on which compiled units were timed this host takes, without launches."""
+        """As `speed`, relative to the host on which compiled units were timed."""
         return (self.linear_s - self.call_s) / (self.compiled.linear_s - self.compiled.call_s)
 
     @property

@@ -171,7 +171,10 @@ def measure_links(
 def measure_links_here(
     *, sizes: Sequence[int] = LINK_SIZES, budget_s: float = BUDGET_S, events: EventSink | None = None
 ) -> Records | None:
-    """As `measure_links`, but this process is a rank of torchrun, on one machine or several; None except on rank 0."""
+    """Measure links as `measure_links`, in this process as a rank of torchrun, on one machine or several.
+
+    Returns None except on rank 0.
+    """
     local_size, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     device: Device = "cuda" if torch.cuda.device_count() >= local_size else "cpu"
     if device == "cuda":

@@ -30,17 +30,17 @@ class Company(Protocol):
         """Return when all have arrived here, so that all repeat the same work together."""
 
     def agree(self, count: int) -> int:
-        """The smallest of the counts that the processes pass."""
+        """Return the smallest of the counts that the processes pass."""
 
 
 class Alone:
     """A single process."""
 
     def wait(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no other process."""
 
     def agree(self, count: int) -> int:
-        """The count itself."""
+        """Return the count as it is."""
         return count
 
 

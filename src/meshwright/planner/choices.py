@@ -68,7 +68,7 @@ class Choices:
 
     @property
     def ways_to_offload(self) -> tuple[Offload, ...]:
-        """Return the ways to offload, followed by the last resorts."""
+        """Return the ways to offload, followed by those that are used only if no plan fits without them."""
         return tuple(dict.fromkeys((*self.offload, *self.last_resorts)))
 
     def allows_recompute(self, word: str) -> bool:

@@ -81,7 +81,12 @@ _DECIMALS = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Seconds of one step of the busiest rank; they add up to the step time."""
+    """Seconds of one step of the busiest rank; they add up to the step time.
+
+    ``inside_s``: waiting for collectives inside of forwards and backwards (split ops, sharded states).
+    ``communication_s``, ``exchange_s`` and ``offload_s``: transfers between stages, gradient reduction and copies to
+    the host, as far as they do not overlap with computation.
+    """
 
     compute_s: float
     inside_s: float

@@ -442,7 +442,7 @@ def _players(places: Sequence[int]) -> list[_Player]:
 
 
 def _with_resorts(problem: Problem, best: RankedPlan) -> Problem:
-    """Return the problem with the last resorts to offload if its best plan uses one of them."""
+    """Return the problem; if its best plan uses one of the last resorts to offload, with these as ordinary choices."""
     chosen = problem.choices
     if best.plan.offload in chosen.offload:
         return problem

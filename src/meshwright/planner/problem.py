@@ -222,7 +222,11 @@ class Problem:
         return " and ".join(name for name, is_wrong in wrong.items() if is_wrong)
 
     def resorting(self, ways: tuple[Offload, ...] = ()) -> Problem:
-        """Return the problem with its last resorts, or some of them (``ways``), as the ways to offload."""
+        """Return the problem in which plans offload by its last resorts: all of them, or those in ``ways``.
+
+        Last resorts are ways to offload that are used only if no plan fits without them. If all of these keep
+        parameters on the host, the problem has ZeRO 3 only.
+        """
         chosen, ways = self.choices, ways or self.choices.last_resorts
         zero: tuple[ZeroStage, ...] = (3,) if all(away.parameters == "host" for away in ways) else chosen.zero
         return replace(self, choices=replace(chosen, offload=ways, last_resorts=(), zero=zero), only=())

@@ -173,7 +173,7 @@ def workload_of(state: Controls, graph: Graph | None = None, given: Plan | None 
 
 
 def exchange_of(state: Controls, given: Plan | None = None) -> GradientExchange:
-    """How gradients are reduced."""
+    """Return the gradient reduction that the controls describe."""
     way = given.exchange if given is not None and state.rest == AS_PLANNED else GradientExchange()
     return replace(
         way,
@@ -185,7 +185,7 @@ def exchange_of(state: Controls, given: Plan | None = None) -> GradientExchange:
 
 
 def sharding_of(state: Controls, given: Plan | None = None) -> Sharding:
-    """How ops are split."""
+    """Return the sharding that the controls describe."""
     return replace(
         given.sharding if given is not None and state.rest == AS_PLANNED else UNSHARDED,
         tensor=state.tensor,
@@ -196,19 +196,19 @@ def sharding_of(state: Controls, given: Plan | None = None) -> Sharding:
 
 
 def again_of(state: Controls, graph: Graph, given: Plan | None = None) -> Recompute:
-    """What is recomputed. Raises PlanError for a word that has no meaning in this graph."""
+    """Return what is recomputed. Raises PlanError for a word that has no meaning in this graph."""
     if state.recompute == AS_PLANNED and given is not None:
         return Recompute(given.recompute, given.keeps)
     return Recompute() if state.recompute == "none" else _read_recompute(graph, state.recompute)
 
 
 def offload_of(state: Controls) -> Offload:
-    """What is offloaded from the devices."""
+    """Return the offload that the controls describe."""
     return ON_DEVICE if state.offload == "none" else read_offload((state.offload,))
 
 
 def deal_of(schedule: str) -> str:
-    """How a schedule assigns stages to positions."""
+    """Return the name of the rule by which a schedule assigns stages to positions."""
     return SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule), "single")
 
 
@@ -295,7 +295,7 @@ def _positions(state: Controls) -> range:
 
 
 def briefly(replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """Replicas of all stages as in the control: one number if they are equal."""
+    """Return the replicas of all stages as the control has them: one number if they are equal."""
     return replicas[:1] if len(set(replicas)) == 1 else replicas
 
 

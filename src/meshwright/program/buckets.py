@@ -44,7 +44,7 @@ class Bucket:
 
 
 def exchange_of(plan: Plan | Placement) -> GradientExchange:
-    """How the gradients of a plan are summed; those of a placement in the default way."""
+    """Return the gradient reduction of a plan, or the default one for a placement."""
     return plan.exchange if isinstance(plan, Plan) else GradientExchange()
 
 

@@ -60,8 +60,8 @@ class Computations(NamedTuple):
     """Computations of all ranks, rank by rank: rank r has ``offsets[r]:offsets[r + 1]``.
 
     ``replica_offsets`` and ``replicas``: the ranks of each stage. ``turn_offsets`` and ``turns``: the indices into
-    ``replicas`` that compute the microbatches of each stage in turn, repeated cyclically. ``joint``: see
-    `schedules.OrderColumns`. ``handle``: in the builder.
+    ``replicas`` that compute the microbatches of each stage in turn, repeated cyclically. ``joint`` as
+    in `schedules.OrderColumns`. ``handle``: of the instruction, in the builder.
     """
 
     offsets: Ids

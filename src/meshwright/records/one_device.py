@@ -97,7 +97,7 @@ def from_measurements(table: Measurements) -> Records:
 
 
 def to_measurements(records: Records, device: str) -> Measurements:
-    """The rows of one device that such a table can hold; sizes of kernels and of groups across nodes are left aside.
+    """Return the rows of one device as `Measurements`, which cannot hold sizes of kernels or groups across nodes.
 
     Raises MeasurementError if no row is of this device.
     """

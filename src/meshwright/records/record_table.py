@@ -147,7 +147,7 @@ def make_records(**columns: ArrayLike) -> Records:
 
 
 def keep_sound(**columns: ArrayLike) -> tuple[Records, dict[str, int]]:
-    """As `make_records`, but rows that cannot be are left out: (the others, how many were left out and why)."""
+    """As `make_records`, without impossible rows (`find_faults`); return also how many were left out, by reason."""
     complete = _complete(columns)
     left_out = np.zeros(len(complete["seconds"]), bool)
     counts = {}

@@ -27,9 +27,10 @@ _PARQUET, _JSON = ".parquet", ".json"
 
 
 def load_measurements(path: Path | str, cluster: Cluster) -> Measurements:
-    """The measurements of a file for the devices of a cluster: of a table of many, those of its first kind with rows.
+    """Return the measurements of a file for the devices of a cluster.
 
-    Raises DocumentError for a file that cannot be read, MeasurementError if no device of the cluster is in the table.
+    If the table has several devices, these are the rows of the cluster's first device kind that has any. Raises
+    DocumentError for a file that cannot be read, MeasurementError if no device of the cluster is in the table.
     """
     path = Path(path)
     if _kind(path) == _JSON:

@@ -100,7 +100,7 @@ class EGraph:
 
     @property
     def now(self) -> int:
-        """The number of events so far, for `changed`."""
+        """The number of changes so far, to pass to `changed` later."""
         return len(self._events)
 
     def changed(self, since: int, levels: int) -> list[set[int]]:

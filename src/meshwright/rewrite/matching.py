@@ -320,7 +320,7 @@ def _unread(*_: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaturationLimits:
-    """When to stop: rounds, nodes, seconds, and matches of one rule in one round."""
+    """Limits of a saturation: rounds, nodes, seconds, and matches of one rule in one round."""
 
     rounds: int = 8
     nodes: int = 20_000

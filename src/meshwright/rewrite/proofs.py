@@ -1,8 +1,8 @@
 """Proofs that both sides of a rule have the same number at every index, for all sizes.
 
-A rule states: wherever both sides are well typed, they are equal. For each `Instance` of the left side, with the
-additional requirements of the right side, both sides have the same shapes, and at an index of letters the same normal
-form (`calculus.sums`). There is no search; a rule that is not proved here may still be true.
+A rule claims that both sides are equal wherever both are well typed. For each `Instance` of the left side, under the
+size conditions that the right side adds, the proof checks that both sides have the same shape and, at a symbolic index,
+the same normal form (`calculus.sums`). There is no search; a rule that is not proved here may still be true.
 """
 
 from __future__ import annotations

@@ -87,15 +87,15 @@ class Compilation:
 
     @property
     def num_codes(self) -> int:
-        """Number of different units."""
+        """Number of different units, each of which is compiled once."""
         return len(self.codes)
 
     def code_of(
         self, body: fx.GraphModule, given: object, *, draws_random: bool, again: RecomputedRange | None = None
     ) -> _Code:
-        """The code of a unit for tensors of such shapes and types; the same object for equal units.
+        """Return the code of a unit for tensors of the given shapes and types; equal units share one code.
 
-        ``again``: the range by which the unit is recomputed in the backward.
+        ``again``: the range with which the unit is recomputed in the backward.
         """
         key = _likeness(body), given, again is not None
         if key not in self.codes:

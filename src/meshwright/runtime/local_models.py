@@ -99,7 +99,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
-    """The model of a process with whole ops."""
+    """The model of a process whose ops are not split."""
 
     plan: Plan | Placement
     graph: Graph
@@ -134,22 +134,22 @@ class WholeModel:
         return part(self.captured, self.graph.inputs, fetches, batch_size=size, device=self.device)
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:  # noqa: ARG002 - nothing is split
-        """The whole input."""
+        """Return the input as it is: nothing is split."""
         return value
 
     def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
         """Do nothing: gradients are whole."""
 
     def is_split(self, tensor: int) -> bool:  # noqa: ARG002 - nothing is split
-        """False."""
+        """Return False: nothing is split."""
         return False
 
     def alike(self, tensor: int) -> int:  # noqa: ARG002 - nothing is split
-        """1."""
+        """Return 1: no other process of the team has the tensor."""
         return 1
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:  # noqa: ARG002 - one of its kind
-        """The tensor itself."""
+        """Return the only share, which is the whole tensor."""
         return shares[0]
 
 

@@ -200,9 +200,10 @@ def with_clipping(plan: Plan | Placement, max_norm: float | None) -> Plan | Plac
 def count_holders(
     stages: Sequence[StageSlice], plan: Plan | Placement, alike: Callable[[int], int], shared_out: Collection[int]
 ) -> dict[int, int]:
-    """By parameter, the number of processes that hold a copy of it, or of the same shard; ``alike`` counts in a team.
+    """Return, by parameter, the number of processes that hold a copy of it, or of the same shard.
 
-    Each replica of a group has its own shard of those in ``shared_out``.
+    ``alike`` counts the processes of a team. Parameters in ``shared_out`` are sharded over a group of replicas, so only
+    one replica of each group holds the same shard.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for stage in stages:
@@ -305,7 +306,7 @@ class ShardedBuckets(BucketExchange):
         self.sharded = {bucket.index: bucket for bucket in buckets}
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """The tensor that groups of replicas sum with each other: the own part of a bucket."""
+        """Return the tensor that groups of replicas sum with each other: this process's part of a bucket."""
         return self.sharded[part].own_gradients
 
     def pieces(self, parameters: dict[int, torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:

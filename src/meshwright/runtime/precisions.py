@@ -58,7 +58,7 @@ def autocast_type(plan: Plan | Placement) -> torch.dtype | None:
 
 @contextmanager
 def multiplying(numbers: Numbers) -> Iterator[None]:
-    """In the block, GPUs multiply float32 matrices as the precision says; afterwards as before.
+    """Set, inside of the context, how GPUs multiply float32 matrices, as the precision says.
 
     Convolutions and recurrent layers keep the process's setting for cuDNN, by default TF32.
     """

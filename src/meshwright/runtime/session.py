@@ -274,7 +274,10 @@ class Session:
         return self.run_microbatches(step, self.count_microbatches(tensors), self.microbatch_inputs(tensors))
 
     def run_microbatches(self, step: int, count: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """As `run_step`, with the inputs of each stage of this rank for each of ``count`` microbatches."""
+        """Run a step of ``count`` microbatches, as `run_step`.
+
+        ``inputs``: for each stage of this rank, the inputs of each microbatch.
+        """
         self.sync_buffers()
         with multiplying(self.plan.workload.numbers):
             if count == self.plan.num_microbatches:
@@ -292,7 +295,10 @@ class Session:
         return any(stage.inputs and plans[stage.index].rank_of(microbatch) == self.grid.rank for stage in self.stages)
 
     def coming_inputs(self, count: int, take: Callable[[int], Prefetched]) -> dict[int, Inputs]:
-        """For `run_microbatches`: ``take(m)`` waits for microbatch m of a global batch, graph inputs in order."""
+        """Return inputs for `run_microbatches` that are waited for when they are read.
+
+        ``take(m)`` waits for microbatch m of a global batch and returns the graph inputs in order.
+        """
         return {stage.index: Coming(count, take, self._choose(stage)) for stage in self.stages}
 
     def _choose(self, stage: StageSlice) -> Callable[[tuple[torch.Tensor, ...]], Sequence[torch.Tensor]]:

@@ -259,7 +259,7 @@ def _work(work: dist.Work | None) -> dist.Work:
 
 
 class Behind:
-    """Starts works after others, one after the other."""
+    """Starts asynchronous operations after others have ended, in the order of the calls to `begin`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -267,7 +267,7 @@ class Behind:
         self._queue: SimpleQueue[_Following | None] | None = None
 
     def begin(self, before: Sequence[Work], issue: Callable[[], Work]) -> Work:
-        """The work of ``issue()``, started after the works ``before`` it."""
+        """Start ``issue()`` after the operations ``before`` have ended; return its work."""
         if dist.get_backend() == "fake":
             return issue()
         if self._device.type == "cuda":

@@ -26,9 +26,10 @@ _ENOUGH_TO_TELL = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Capacity:
-    """``result`` is that of ``devices``, which suffice; ``fewer`` is that of one device fewer, None if impossible.
+    """The number of ``devices`` that suffices, with its ``result``.
 
-    ``staggered`` and ``uncoordinated`` are the numbers of devices by the equations; they need not be whole.
+    ``fewer`` is the result of one device fewer, None if impossible. ``staggered`` and ``uncoordinated`` are the numbers
+    of devices by the equations; they need not be whole.
     """
 
     devices: int

@@ -17,7 +17,10 @@ def uses_shared_links(network: Network) -> NDArray[np.bool_]:
 
 @compiled
 def find_arrivals(network: Network, end_ps: Times, chosen: NDArray[np.bool_]) -> Times:
-    """When the predecessor and all waits of each chosen instruction were done, in ps; shape (n,), 0 elsewhere."""
+    """Return when each chosen instruction's predecessor and all its waits had ended.
+
+    In ps, shape (n,); 0 for instructions that are not chosen.
+    """
     arrival_ps = np.zeros(len(end_ps), np.int64)
     for stream in range(len(network.stream_offsets) - 1):
         first, last = network.stream_offsets[stream], network.stream_offsets[stream + 1]

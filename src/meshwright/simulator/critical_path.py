@@ -98,9 +98,9 @@ def find_critical_path(
 ) -> CriticalPath:
     """Return the critical path between two moments (ps), the second of which is the end of an instruction.
 
-    ``start_ps`` and ``end_ps`` (n,) are the times of the network's instructions, ``hosts`` those of their hosts, if
-    any. Raises ProgramError if the times do not belong to this network: an instruction starts when none of its
-    preconditions happens, or none ends at the window's end.
+    ``start_ps`` and ``end_ps`` (n,) are the times of the network's instructions, ``hosts`` the times at
+    which host processors issue them, if these are simulated. Raises ProgramError if the times are not of this network:
+    no instruction ends at the window's end, or one starts at a moment at which nothing that it waits for happens.
     """
     begin, stop = window
     last = np.flatnonzero(end_ps == stop)[:1]

@@ -132,9 +132,11 @@ def need_of(network: Network, i: int) -> int:
 
 
 class NetworkState(NamedTuple):
-    """The mutable state while streams run: ends per instruction, then columns per stream, per link and per collective.
+    """The mutable state of a simulation.
 
-    ``members`` heads the list of streams that have arrived at a collective, linked like waiters for an end.
+    ``end_ps`` is per instruction, ``link_free_ps`` per link, ``arrived``, ``arrival_ps`` and ``members`` per
+    collective, the others per stream. ``members[c]`` is the stream that arrived last at collective c; ``next_waiter``
+    links it to the earlier ones.
     """
 
     end_ps: Times

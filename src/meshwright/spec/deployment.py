@@ -258,7 +258,7 @@ Trouble = Straggler | Outage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """See the module's docstring.
+    """Models that are served under deadlines, the devices that serve them, and the requests that arrive.
 
     ``policy`` is a name with settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``delay``: the time
     between a decision and the start of its batch on an idle device. ``slack``: how long before a deadline batches have

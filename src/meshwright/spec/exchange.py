@@ -60,10 +60,10 @@ class Collective:
 
 @lru_cache(maxsize=16)
 def summing_axes(graph: Graph) -> Mapping[int, tuple[Axis, ...]]:
-    """By parameter, the axes whose ranks hold copies of it and have gradients of other samples or tokens; else ().
+    """Return, by parameter, the axes over which its gradient is summed besides replicas.
 
-    Their gradients are summed together with those of replicas. The tensor axis is not among them if its ranks have
-    parts of the gradients of the same tokens.
+    The ranks of these axes hold copies of the parameter and have gradients of other samples or tokens. The tensor axis
+    is not among them if its ranks have parts of the gradients of the same tokens.
     """
     found: dict[int, tuple[Axis, ...]] = {}
     for item in graph.collectives:

@@ -272,9 +272,9 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes the plan: gradients are summed in buckets.
+        """Whether the runtime can execute the plan: only if gradients are reduced by sums of buckets.
 
-        Every plan can be simulated.
+        The simulator accepts every plan.
         """
         return not self.only_simulated
 

@@ -78,7 +78,7 @@ class GraphBuilder:
         return parameter
 
     def layer(self, name: str) -> None:
-        """What follows belongs to this layer."""
+        """Begin a layer, to which all that follows belongs."""
         self._layers.append((name, len(self._ops)))
 
     @contextmanager

@@ -63,11 +63,11 @@ class Calibration:
 
     @property
     def error_after(self) -> float:
-        """As `error_before`, with the corrected table."""
+        """Error of the step time with the corrected table, (predicted - measured) / measured."""
         return self.after_s / self.measured_s - 1.0
 
     def row(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return the fields for ``--json``."""
         return {
             "corrections": [asdict(item) | {"factor": item.factor} for item in self.corrections],
             "steps_fitted": self.num_fitted,

@@ -121,7 +121,11 @@ class ModelOps:
                 yield self._op(i)
 
     def moves(self, kept: frozenset[str]) -> list[DeviceOp]:
-        """Conversions and sums besides the ops, each size once, except those whose keys are ``kept``."""
+        """Return the dtype conversions and gradient additions that the model needs beside its ops.
+
+        Each size and pair of types is in the list once. Those whose keys are in ``kept`` (already in the table) are
+        left out.
+        """
         kind = load_cluster("H100").device_kinds[0]  # they are the same on every device that computes in the precision
         found: dict[Move, None] = {}
         for place, added in zip(self._classes.representatives, self._classes.added, strict=True):

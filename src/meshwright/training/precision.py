@@ -1,11 +1,13 @@
 """A model in the precision of its plan: cast if the plan keeps weights in two bytes, and captured again.
 
     mixed, bfloat16     parameters and persistent buffers are cast. Other buffers are tables that the model computed,
-                        such as the frequencies of rotary embeddings; they are not cast, unless its ops need it
+                        such as the frequencies of rotary embeddings; they are not cast, unless an op would get inputs
+                        of two floating types
     amp, amp-float16    a model that reads the type of a tensor gets the type under autocast
 
 A plan is for the graph of the original model. The model in its precision has another graph, of mostly the same ops. It
-is cut into the same layers: bytes may decide on a cut, but types must not move it.
+gets the layers of the original graph, so that the plan's stages stay the same although tensors have other sizes in
+bytes.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class SplitModel(nn.Module):
         return made[0] if self.takes_targets or len(made) == 1 else made
 
     def whole_state(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state of the model that this one was made of, from its own: shares put together."""
+        """Return the state of the original model, its shares joined, from the state of this one."""
         whole: dict[str, torch.Tensor] = {name: value.cpu().clone() for name, value in self._unused.items()}
         seen = set()
         for key, value in state.items():
@@ -103,61 +103,61 @@ class SplitModel(nn.Module):
 
 
 class PartOps(nn.Module):
-    """The ops of a part. Exported ops say of what module they are, but not of which graph module."""
+    """The ops of a part. Exported ops name the module that they come from, but not their graph module."""
 
     def __init__(self, ops: fx.GraphModule) -> None:
         super().__init__()
         self.ops = ops
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the part makes."""
+        """Return the part's outputs."""
         made: tuple[torch.Tensor, ...] = self.ops(*given)
         return made
 
 
 class Take(nn.Module):
-    """Part of a tensor: of some dims (dim, start, length)."""
+    """Part of a tensor: ``ends`` has (dim, start, length) of each dim that is narrowed."""
 
     def __init__(self, ends: Sequence[tuple[int, int, int]]) -> None:
         super().__init__()
         self._ends = tuple(ends)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """That part, as a view."""
+        """Return the part, as a view."""
         for dim, start, length in self._ends:
             value = value.narrow(dim, start, length)
         return value
 
 
 class Join(nn.Module):
-    """A tensor of its pieces, which stand at ``places`` along each dim."""
+    """Joins the pieces of a tensor; ``places`` are their indices along each dim."""
 
     def __init__(self, places: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
         self._places = tuple(places)
 
     def forward(self, *pieces: torch.Tensor) -> torch.Tensor:
-        """All of them, one behind the other along each dim."""
+        """Return the pieces, concatenated along each dim."""
         return _joined(list(zip(self._places, pieces, strict=True)), 0)
 
 
 class Total(nn.Module):
-    """The loss, from those of equal parts: their mean."""
+    """The loss of a model in equal parts: the mean of the losses of its parts."""
 
     def forward(self, *losses: torch.Tensor) -> torch.Tensor:
-        """A scalar."""
+        """Return the mean, a scalar."""
         return torch.stack(losses).mean()
 
 
 class TotalOfClasses(nn.Module):
-    """The loss, from the sums of those of parts: by the number of targets that are classes."""
+    """The loss of a model in parts: the sum of their losses over the number of targets that are not ignored."""
 
     def __init__(self, ignored: int) -> None:
         super().__init__()
         self._ignored = ignored
 
     def forward(self, targets: torch.Tensor, *losses: torch.Tensor) -> torch.Tensor:
-        """A scalar."""
+        """Return the loss, a scalar."""
         return torch.stack(losses).sum() / (targets != self._ignored).sum()
 
 

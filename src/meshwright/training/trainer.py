@@ -270,7 +270,7 @@ class Trainer:
 
     @property
     def compilation(self) -> Compilation:
-        """The state of this rank's layers under a plan that compiles them."""
+        """Which of this rank's layers are compiled, if the plan compiles them."""
         return self._session.model.compilation
 
     @property
@@ -514,7 +514,10 @@ def check_same(what: str, own: str) -> None:
 
 
 class Losses:
-    """Sums of losses over all ranks; every rank knows the same ones at the same call."""
+    """Mean losses of the batches, all-reduced over the ranks.
+
+    ``known`` grows by the same values at the same call on every rank.
+    """
 
     def __init__(self, session: Session) -> None:
         self._window = session.steps.num_filling + 1

@@ -166,7 +166,7 @@ LeftOut = dict[str, list[tuple[Records, Predictions]]]
 
 
 def fit_shipped() -> ShippedCollectives:
-    """The models of all kinds of device that the NCCL tables have."""
+    """Return the models of all kinds of device in the NCCL tables, fitted to their rows."""
     usable = _with_profiled(collective_rows(load_records(_DATASET)))
     kinds = []
     for device in sorted(set(usable.device)):
@@ -183,9 +183,9 @@ def fit_shipped() -> ShippedCollectives:
 
 
 def score_shipped() -> tuple[Score, ...]:
-    """Every table from the other tables of its kind of device, by kind and op, with the interval of the other kinds.
+    """Score each table by the model of the other tables of its kind of device, by kind and op.
 
-    Beside it costs by datasheet.
+    Intervals come from the other kinds. Costs by datasheet are scored beside them.
     """
     left_out = leave_tables_out()
     scores = []
@@ -203,7 +203,10 @@ def score_shipped() -> tuple[Score, ...]:
 
 @cache
 def leave_tables_out() -> LeftOut:
-    """By kind of device with two tables or more: each table by op, and what the others of the kind say of it."""
+    """Return, for each kind of device with two tables or more, each table's rows by op and their predictions.
+
+    The predictions come from the other tables of the kind.
+    """
     rows = collective_rows(load_records(_DATASET))
     tables = np.array(["\n".join(table_of(rows, index)) for index in range(len(rows))], object)
     found: LeftOut = {}

@@ -57,7 +57,7 @@ class Regressor(Protocol):
         """Fit to rows."""
 
     def predict(self, features: Floats) -> Floats:
-        """What the target would be."""
+        """Return the predicted target of each row."""
 
 
 Arm = tuple[str, "Callable[[FitRows, FitRows], Floats]"]
@@ -196,14 +196,14 @@ def kinds() -> dict[str, DeviceKind]:
 
 
 def folds_of(rows: Records, op: str) -> NDArray[np.int64]:
-    """The committed fold of each row, shape (rows,), of all or some of the shipped rows of an op."""
+    """Return the committed fold of each row, shape (rows,); ``rows``: all or some of the shipped rows of an op."""
     keys = load_records("kernels").where(op=op).shapes
     known = dict(zip(keys, read_folds(SPLITS[op], list(keys)), strict=True))
     return np.array([known[key] for key in rows.shapes], np.int64)
 
 
 def given_rows(keys: list[str], draw: int, num_given: int) -> NDArray[np.bool_]:
-    """Which rows (shape: rows) of a device that was left out a draw gives: those of ``num_given`` keys."""
+    """Return a mask (rows,) of a left-out device's rows that a draw gives: those of ``num_given`` random keys."""
     distinct = sorted(set(keys))
     order = np.random.default_rng([DRAW_SEED, draw]).permutation(len(distinct))[:num_given]
     given = {distinct[index] for index in order}

@@ -86,7 +86,7 @@ def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def summarise(compared: Sequence[Compared]) -> str:
-    """How far the predictions are, in one sentence."""
+    """Return the errors of the predictions, in one sentence."""
     errors = [abs(item.error) for item in compared]
     inside = sum(item.inside for item in compared)
     runs = "1 run" if len(errors) == 1 else f"{len(errors)} runs"

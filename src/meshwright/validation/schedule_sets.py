@@ -6,11 +6,12 @@
 
 What stands in Table 5 as ZB-1p and ZB-2p are schedules found for the times, with p and 2p microbatches in memory. The
 first is held against what `program.find_orders` finds; in every row it has the rate of ZB-H1, which stands for it in
-Table 4. The second is shortest for the rank that takes longest, ours for all ranks together, so they do not compare.
+Table 4. The ZB-2p orders minimise the longest time of any one rank; ours minimise the time from the first to the last
+computation of all ranks. They cannot be compared.
 
-Interleaved 1F1B is counted twice. In the authors' simulation (sail-sg/zero-bubble-pipeline-parallelism at f68d387,
-megatron/core/pipeline_parallel/efficiency.py) only the first of the microbatches that go round together waits for its
-message from the last rank to the first, or back; so they state p messages less than the schedule needs.
+Interleaved 1F1B is scored in two ways. In the authors' simulation (sail-sg/zero-bubble-pipeline-parallelism at f68d387,
+megatron/core/pipeline_parallel/efficiency.py) only the first of each p microbatches waits for the message from the last
+rank to the first, or back, so they state p messages less than the schedule needs.
 
 In theory a message takes no time from computation. If it occupies both of its ends, a schedule with v times the
 messages gains less: measured interleaved 1F1B lies between the two.

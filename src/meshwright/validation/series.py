@@ -76,7 +76,7 @@ def score_series(ops: Sequence[str] = (*OPS, "matmul"), folds: Sequence[int] = r
 
 
 def count_flagged(rows: Records) -> str:
-    """What is said of rows of an op that are neither fitted nor scored."""
+    """Return a sentence on the rows of an op that are neither fitted nor scored."""
     noops, plateaus = rows.has_flag("noop"), rows.has_flag("plateau")
     left_out = int((noops | plateaus).sum())
     return f"of {len(rows)} rows {left_out} are not in it: {int(noops.sum())} no-op, {int(plateaus.sum())} plateau"

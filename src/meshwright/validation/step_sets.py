@@ -66,7 +66,10 @@ def single_node_rows(rows: Sequence[StepRow]) -> dict[str, list[StepRow]]:
 
 
 def calibration_rows(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Those rows of all published ones that may be fitted. Raises DocumentError if ``rows`` are not what was dealt."""
+    """Return the published rows that may be fitted.
+
+    Raises DocumentError if ``rows`` are not those for which the folds were drawn.
+    """
     fitted: list[StepRow] = []
     for kind, mine in sorted(single_node_rows(rows).items()):
         folds = read_folds(f"steps_{kind}", [group_key(row) for row in mine])
@@ -84,7 +87,7 @@ def calibration_rows(rows: Sequence[StepRow]) -> list[StepRow]:
 
 
 def scored_rows(rows: Sequence[StepRow]) -> list[StepRow]:
-    """The timed rows of all published ones that are not fitted. Raises as `calibration_rows`.
+    """Return the published rows that are timed and not fitted. Raises as `calibration_rows`.
 
     ``splits/steps_scored.txt`` lists the ids of those that say enough to be predicted.
     """

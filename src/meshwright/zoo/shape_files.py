@@ -45,7 +45,7 @@ FAMILIES: dict[str, type[Shape]] = {family.__name__.lower(): family for family i
 
 
 def zoo_names() -> tuple[str, ...]:
-    """Names of the shapes that come with Meshwright."""
+    """Return the names of the shipped models (the zoo), sorted."""
     return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
 
 
@@ -56,7 +56,7 @@ MAX_SIZE = 2**31 - 1
 
 
 def load_shape(reference: str) -> Shape:
-    """Read a shape: the name of a shipped one, or the path of a .toml file of the same form.
+    """Read a model configuration: by the name of a shipped one, or from a .toml file of the same form.
 
     Raises ModelReferenceError for a name that is not shipped, DocumentError for a file that cannot be read.
     """

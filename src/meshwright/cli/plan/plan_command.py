@@ -79,7 +79,7 @@ class Strategy:
     file: Path | None = None
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for ``--json``."""
         return {
             "layers": self.result.configurations(),
             "estimated_step_s": self.result.step_s,
@@ -91,7 +91,7 @@ class Strategy:
         }
 
     def tables(self) -> Iterator[Any]:
-        """What people read."""
+        """Yield the sentences and tables for the terminal."""
         from meshwright.report.narrow import NarrowTable
         from meshwright.simulator import explain_overflows, find_overflows
 
@@ -167,7 +167,10 @@ def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) 
 
 
 def strategy_file(out: Path | None) -> Path | None:
-    """Where the strategy goes: the file that was asked for, or one in the folder."""
+    """Return the file for FlexFlow's strategy: ``out``, or ``placement.json`` in it if it has no suffix (a folder).
+
+    Returns None without ``out``.
+    """
     file = out if out is None or out.suffix else out / "placement.json"
     if file is not None:
         refuse_replacing(file)

@@ -382,7 +382,7 @@ class PlanRequest(CommandRequest):
         return "place" if self.method == "place" else "search"
 
     def check(self) -> None:
-        """Also refuse an amount of memory that no device has."""
+        """Check the options together. Raises BadParameter for an amount of memory that no device has."""
         super().check()
         if self.memory_limit is not None and not 0 < self.memory_limit <= MAX_MEMORY_LIMIT_GIB:
             raise typer.BadParameter(

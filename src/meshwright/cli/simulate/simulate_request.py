@@ -194,7 +194,7 @@ class SimulateRequest(CommandRequest):
         return read_plan(self.plan)
 
     def check(self) -> None:
-        """Also check the names of a sweep's files."""
+        """Check the options together. Raises DocumentError if a file of a sweep does not end in .csv or .svg."""
         super().check()
         for name, path, suffix in (("--out", self.out, ".csv"), ("--plot", self.plot, ".svg")):
             if self.sweep and path is not None and path.suffix != suffix:

@@ -141,9 +141,11 @@ def count_rings(links: NDArray[np.int64]) -> int:
 
 
 def count_trees(links: NDArray[np.int64]) -> int:
-    """Return the number of spanning trees that fit at once over parallel equal links, shape (n, n).
+    """Return the largest number of edge-disjoint spanning trees.
 
-    It is 0 if the ranks are not connected. Exact, for up to eight ranks: every partition is tried.
+    ``links[i, j]``, shape (n, n), is the number of equal links between ranks i and j. The result is 0 if the ranks are
+    not connected. It is exact (Tutte and Nash-Williams): every partition of the ranks is tried. Raises ClusterError for
+    more than eight ranks.
     """
     _check(links)
     count = len(links)

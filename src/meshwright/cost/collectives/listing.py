@@ -1,10 +1,10 @@
 """A listing of a cluster's collectives: each at a few sizes, the best orders of ranks for the links, and limits.
 
-bus bandwidth   bytes through a port / seconds, by the ring in one node (`port_share`), to compare with a link's
-orders          the given one, and the best by the slowest link, with the number of such links (`algorithms`)
-limits          BytePS's closed form over the nodes and their NICs: with no spare machine (the ring), with half and
-                with the same number of spare machines
-
+bus bandwidth   bytes through one rank's port per second, counted as in a ring in one node (`port_share`); compare it
+                with the bandwidth of a link
+orders          the ring as given, the best ring and the best tree (`algorithms`), each with the bandwidth of its
+                slowest link and the number of links as slow
+limits          BytePS's closed form for the all-reduce between n nodes, with 0, n/2 and n spare machines
 """
 
 from __future__ import annotations

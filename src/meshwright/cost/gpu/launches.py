@@ -299,7 +299,7 @@ class _Counted:
         return channel_sums("batch_norm", self.width, self.call.shapes[0], self.units), output
 
     def softmax(self) -> tuple[Launch, ...]:
-        """Return one kernel."""
+        """Return the one kernel of a softmax."""
         return (Launch(sort="softmax", width=self.width, row=self._row(), cold=self.written, hot=self.given()),)
 
     def cross_entropy(self) -> tuple[Launch, ...]:

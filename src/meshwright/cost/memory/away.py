@@ -57,10 +57,7 @@ class AwayUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwayValue:
-    """A storage that goes down with unit ``down`` and comes up for unit ``up``; ``last`` is the op that reads it last.
-
-    The last in a backward is the first of the ops that saved it.
-    """
+    """A storage that is copied down with unit ``down`` and back for unit ``up``; op ``last`` is its last reader."""
 
     storage: int
     down: int
@@ -83,7 +80,7 @@ class Away:
 
     @property
     def coming(self) -> list[int]:
-        """The units for which something comes up, in the order of the backward: descending."""
+        """The units whose activations are copied back, in the order of the backward: descending."""
         return [number for number in reversed(range(len(self.units))) if self.units[number].up_bytes]
 
     @property
@@ -235,20 +232,20 @@ class AwayBlocks:
         return self._kept
 
     def forward(self, op: int, values: dict[int, int], ledger: Ledger) -> None:
-        """Before an op: if a unit starts with it, copies of earlier ones have ended."""
+        """Free activations of earlier units, whose copies have ended, if a unit starts with this op."""
         if op in self._begins:
             self._leave(self._begins[op], op, values, ledger)
 
     def end_forward(self, values: dict[int, int], ledger: Ledger) -> None:
-        """All ops were computed, and all copies have ended."""
+        """Free the activations whose copies end with the forward."""
         self._leave(self._end, 1 << 62, values, ledger)
 
     def begin_backward(self, ledger: Ledger) -> None:
-        """Start the backward of a microbatch, and with it the first copies up."""
+        """Start the backward of a microbatch and the first copies back to the device."""
         self._take(self._first_up, ledger)
 
     def backward(self, op: int, ledger: Ledger) -> None:
-        """Before the backward of an op."""
+        """Allocate the activations whose copies back start before the backward of this op."""
         if op in self._comes:
             self._take(self._comes[op], ledger)
 

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class SharedUnit(NamedTuple):
-    """Ops from ``first`` to ``last`` read some parameters: bytes of all when gathered, and of their gradients.
+    """A unit of sharded parameters, which ops from ``first`` to ``last`` read.
 
-    ``scattered_bytes``: in the type in which gradients are reduced. ``own_bytes``: bytes that a rank keeps of the sums.
+    ``gathered_bytes``: of all its parameters when gathered. ``scattered_bytes``: of their gradients, in the type in
+    which they are reduced. ``own_bytes``: bytes that a rank keeps of the sums.
     """
 
     first: int
@@ -33,7 +34,10 @@ class SharedUnit(NamedTuple):
 
 
 class SharedUnits(NamedTuple):
-    """The root, and the units in the order of their ops. ``stay_gathered``: units are never resharded (ZeRO 2)."""
+    """The root unit, which has all other parameters, and the units in the order of their ops.
+
+    ``stay_gathered``: units are never resharded (ZeRO 2).
+    """
 
     root: SharedUnit
     units: tuple[SharedUnit, ...]
@@ -50,7 +54,7 @@ NOTHING_SHARED = SharedUnits(root=SharedUnit(0, 0, (), 0, 0, 0), units=(), stay_
 
 
 class UnitMemory:
-    """Allocations and frees of a walk for units; `StageWalk` reports when ops start and end."""
+    """The allocations and frees of sharded units; `StageWalk` calls its methods when ops start and end."""
 
     def __init__(self, shared: SharedUnits, ledger: Ledger, device: Backend) -> None:
         self._shared, self._ledger, self._device = shared, ledger, device
@@ -63,7 +67,7 @@ class UnitMemory:
         self.own: dict[tuple[int, ...], int] = {}
 
     def before_forward(self, op: int) -> None:
-        """Before an op computes."""
+        """Gather the unit whose first op this is; on CUDA also the following unit (prefetch)."""
         place = self._by_first.get(op)
         if place is not None:
             self._gather(place)
@@ -71,22 +75,22 @@ class UnitMemory:
                 self._gather(place + 1)
 
     def after_forward(self, op: int) -> None:
-        """After an op has computed."""
+        """Free the gathered parameters of the unit whose last op this is."""
         self._let_go(self._by_last.get(op))
 
     def begin_backward(self) -> None:
-        """At the start of the root's backward."""
+        """Gather the last unit."""
         self._gather(len(self._shared.units) - 1)
 
     def before_backward(self, op: int) -> None:
-        """Before the backward of an op."""
+        """Gather the unit whose last op this is, and the unit before it (prefetch)."""
         place = self._by_last.get(op)
         if place is not None:
             self._gather(place)
             self._gather(place - 1)
 
     def unit_done(self, op: int) -> SharedUnit | None:
-        """Return the unit whose backward ends with that of an op."""
+        """Return the unit whose backward ends with that of an op, and free its gathered parameters."""
         place = self._by_first.get(op)
         self._let_go(place)
         return None if place is None else self._shared.units[place]
@@ -112,7 +116,7 @@ class UnitMemory:
             self._ledger.free(self._ledger.take(unit.own_bytes, WORKSPACE))
 
     def end_backward(self) -> None:
-        """At the end of the backward; no collective is in flight."""
+        """Free the input of the last reduce-scatter."""
         self._drop_input()
 
     def end_step(self) -> None:

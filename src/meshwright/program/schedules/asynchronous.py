@@ -142,7 +142,10 @@ def minibatches_per_update(plan: Plan, stage: int) -> int:
 
 
 def num_filling_steps(plan: Plan) -> int:
-    """Return the global batches before and after the body, the least that a run takes; 0 for synchronous schedules."""
+    """Return the number of global batches that fill and empty the pipeline, the shortest run.
+
+    It is 0 for synchronous schedules.
+    """
     return 2 * _fill(plan) // plan.num_microbatches if plan.is_asynchronous else 0
 
 

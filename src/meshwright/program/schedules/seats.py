@@ -87,7 +87,10 @@ def make_columns(opcode: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joi
 
 
 def gather_columns(rows: Iterable[tuple[int, ...]]) -> OrderColumns:
-    """Return columns of rows (opcode, stage, microbatch), optionally with a fourth number: joint or not."""
+    """Return rows (opcode, stage, microbatch) as columns.
+
+    An optional fourth number is 1 if the computation runs together with the next one (`OrderColumns.joint`).
+    """
     table = np.array(list(rows), np.int32)
     return make_columns(*table.reshape(len(table), -1).T) if len(table) else make_columns((), (), ())
 

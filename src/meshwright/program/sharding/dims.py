@@ -93,7 +93,7 @@ def convolution(call: OpSignature) -> Found:
 
 
 def transposed_convolution(call: OpSignature) -> Found:
-    """The same with the channels of the weight in the other order."""
+    """Return dims of a transposed convolution, whose weight has input channels before output channels."""
     return _convolution(call, "oi")
 
 

@@ -74,7 +74,7 @@ class PropagationState(NamedTuple):
 
 
 def propagate(facts: AxisGraph, rule: AxisRule) -> PropagationState:
-    """Return the places of all tensors and the splits of all ops."""
+    """Return the layout of every tensor (its split dim, or whole) and the split of every op on one mesh axis."""
     told: dict[int, OpSplit | None] = {}
     for _ in range(_ROUNDS):
         state = _propagate(facts, rule, told)

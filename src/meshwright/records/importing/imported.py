@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """``kind`` says what the file was taken for; ``left_out`` counts what became no row, by reason."""
+    """The rows of an imported file.
+
+    ``kind``: the format that was recognised. ``left_out``: the number of entries that became no row, by reason.
+    """
 
     kind: str
     records: Records

@@ -68,7 +68,7 @@ def read_public(columns: Columns, *, source: str) -> Imported | None:
 
 
 def public_columns(names: Collection[str]) -> list[str]:
-    """Those of the named columns that `read_public` reads; none if it knows no such table."""
+    """Return those of ``names`` that `read_public` reads; empty for an unknown kind of table."""
     for needed, _, _ in _KINDS:
         if needed <= set(names):
             return [name for name in names if name in needed | {"source"}]

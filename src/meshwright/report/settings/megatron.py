@@ -307,7 +307,7 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
 
 
 def unsaid_split(facts: RegularPlan) -> list[Unsaid]:
-    """What Megatron-LM does in its own way if ops are split, states are sharded or blocks are recomputed."""
+    """Return what Megatron-LM does differently if ops are split, states are sharded or blocks are recomputed."""
     sharding, shape = facts.plan.sharding, facts.shape
     items = unsaid_states_of_context(facts, "Megatron-LM")
     if facts.zero == 1:

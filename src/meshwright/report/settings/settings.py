@@ -56,7 +56,7 @@ class Settings:
 
 
 def notes(start: str, fill_in: Sequence[str], unsaid: Sequence[Unsaid]) -> list[str]:
-    """What people have to know about a file, in lines."""
+    """Return lines on the use of a file: how to start, what to fill in, and what is not expressed."""
     lines = [f"Start: {start}"]
     lines += [f"Fill in: {item}" for item in fill_in]
     lines += [f"Not expressed: {item.what}: {item.reason}" for item in unsaid]

@@ -1,4 +1,6 @@
-"""The calculus of indices: what a tensor's number at an index is, in letters (to prove) and in numbers (to compute).
+"""The calculus of indices: the value of a tensor at an index, as a formula (to prove) or as a number (to compute).
+
+Symbols for sizes and indices are called **letters**.
 
 `whole` polynomials of sizes and indices, and the interface for definitions · `facts` what follows from their bounds
 · `sums` the normal form of a number · `symbols` runs definitions over letters · `arrays` over numbers of `fields`.

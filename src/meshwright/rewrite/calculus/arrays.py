@@ -90,18 +90,18 @@ class Arrays:
         return np.logical_and(index >= low, index < high)
 
     def both(self, *conditions: Any) -> Any:
-        """Whether all hold."""
+        """Return whether all conditions hold."""
         result = conditions[0]
         for condition in conditions[1:]:
             result = np.logical_and(result, condition)
         return result
 
     def choose(self, condition: Any, then: Element, otherwise: Element) -> Element:
-        """One of two scalars."""
+        """Return ``then`` where the condition holds, else ``otherwise``."""
         return Element(self.numbers, np.where(condition, then.values, otherwise.values))
 
     def select(self, truth: Element, then: Element, otherwise: Element) -> Element:
-        """One of two scalars, by a scalar that is 1 or 0; what is not chosen may be infinite."""
+        """Return ``then`` where ``truth`` is 1, ``otherwise`` where it is 0; the other one may be infinite."""
         if self.numbers.dtype is np.float64:
             return Element(self.numbers, np.where(truth.values != 0, then.values, otherwise.values))
         # Over a field, the condition tensor holds arbitrary numbers; the formula as a whole is compared.
@@ -120,7 +120,7 @@ class Arrays:
         return self.number(Fraction(1, extent))
 
     def divided(self, index: Any, by: int) -> tuple[Any, Any]:
-        """Quotient and remainder."""
+        """Return the quotient, rounded down, and the remainder."""
         return index // by, index % by
 
     def looked_up(self, value: Element, extent: int) -> Any:

@@ -34,7 +34,7 @@ _EXAMPLE_SPREAD = 6
 
 
 class LetterBounds:
-    """Bounds of letters; letters are added, never changed, so that answers can be cached."""
+    """Bounds of letters (symbolic sizes and indices); letters are only added, so that answers can be cached."""
 
     def __init__(self, questions: int = MOST_QUESTIONS) -> None:
         self._bounds: dict[Letter, tuple[Polynomial, Polynomial | None]] = {}
@@ -69,7 +69,7 @@ class LetterBounds:
             self._kept.clear()
 
     def allows(self, values: Mapping[Letter, Polynomial]) -> bool:
-        """Whether the assumptions hold for these values, as far as they concern these letters."""
+        """Whether the assumptions on letters with a value in ``values`` hold; others are not checked."""
         for guard in self._assumed:
             number = guard.substitute(values).constant
             if number is not None and number < 0:

@@ -1,4 +1,4 @@
-"""`Symbols`: the machine that runs definitions for sizes that are letters.
+"""`Symbols`: the machine that runs definitions for symbolic sizes (letters).
 
 A scalar is a **value**: disjoint cases, each a set of guards with a `Total`, that together cover all indices. If a
 definition requires two sizes to be equal, or an index to be divided, and that is not known yet, an exception names the
@@ -250,11 +250,14 @@ class Symbols:
         return (place - low, high - place - 1)
 
     def both(self, *conditions: Condition) -> Condition:
-        """Whether all hold."""
+        """Return the condition that all given ones hold."""
         return tuple(guard for condition in conditions for guard in condition)
 
     def choose(self, condition: Condition, then: Value, otherwise: Value) -> Value:
-        """One of two values: cases where all guards hold, and where the first that fails is each of them."""
+        """Return ``then`` where all guards hold, else ``otherwise``.
+
+        There is a case for each guard that may be the first to fail.
+        """
         cases: list[Case] = []
         held: Guards = NO_GUARDS
         for guard in condition:
@@ -265,7 +268,7 @@ class Symbols:
         return Value(self, (*cases, *self._restricted(then, held)))
 
     def select(self, truth: Value, then: Value, otherwise: Value) -> Value:
-        """One of two values, by a value that is 1 or 0."""
+        """Return ``then`` where ``truth`` is 1, ``otherwise`` where it is 0."""
         return truth * then + (self.number(1) - truth) * otherwise
 
     def apply(self, function: str, *arguments: Value) -> Value:

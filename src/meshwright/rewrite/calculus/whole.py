@@ -65,25 +65,25 @@ class Arithmetic(Protocol):
         """Whether ``low <= index < high``."""
 
     def both(self, *conditions: Condition) -> Condition:
-        """Whether all hold."""
+        """Return whether all conditions hold."""
 
     def choose(self, condition: Condition, then: Scalar, otherwise: Scalar) -> Scalar:
-        """One of two scalars."""
+        """Return ``then`` where the condition holds, else ``otherwise``."""
 
     def select(self, truth: Scalar, then: Scalar, otherwise: Scalar) -> Scalar:
-        """One of two scalars, by a scalar that is 1 or 0."""
+        """Return ``then`` where ``truth`` is 1, ``otherwise`` where it is 0."""
 
     def apply(self, function: str, *arguments: Scalar) -> Scalar:
         """A function of numbers (`functions`)."""
 
     def number(self, value: Any) -> Scalar:
-        """A constant."""
+        """Return a constant as a scalar."""
 
     def inverse_size(self, extent: Index) -> Scalar:
         """One divided by a size."""
 
     def divided(self, index: Index, by: Index) -> tuple[Index, Index]:
-        """Quotient and remainder."""
+        """Return the quotient, rounded down, and the remainder."""
 
     def looked_up(self, value: Scalar, extent: Index) -> Index:
         """A scalar, from 0 to below ``extent``, as an index."""

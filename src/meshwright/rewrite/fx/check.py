@@ -34,7 +34,10 @@ def check_equal(
 def check_close(
     before: fx.GraphModule, after: fx.GraphModule, tensors: Sequence[torch.Tensor], *, training: bool = False
 ) -> float:
-    """The same in the graphs' own dtypes; RewriteError beyond `OWN_TOLERANCE`, or `LOW_TOLERANCE` at low precision."""
+    """As `check_equal`, in the graphs' own dtypes.
+
+    Raises RewriteError beyond `OWN_TOLERANCE`, or for 16-bit tensors beyond `LOW_TOLERANCE`.
+    """
     one, two = (_run(copy.deepcopy(graph), tensors, training=training) for graph in (before, after))
     return _compare(one, two, OWN_TOLERANCE)
 

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
-    """The same module with convolutions in channels last, for frozen weights; None if it has no convolutions.
+    """Return the module with its convolutions in channels last, for frozen weights; None without convolutions.
 
     Outputs keep their layout. Weights in another layout are stored a second time.
     """
@@ -390,7 +390,7 @@ class _Memory:
         return node in self._pinned
 
     def rename(self, node: fx.Node, result: Any, env: dict[fx.Node, Any]) -> None:
-        """After an in-place write that was read as a value: later readers of the old name get the new one."""
+        """Let later readers of a value that is written in place read the result of the write."""
         if result is not None and str(node.target) in IN_PLACE:
             env[node.args[0]] = result  # type: ignore[index]
 

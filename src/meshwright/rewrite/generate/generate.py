@@ -236,7 +236,7 @@ class Proved:
 def find_basis(
     found: Enumeration, proved: Sequence[Proved], events: EventSink | None = None
 ) -> tuple[list[Proved], list[Proved]]:
-    """(the basis, the rules that follow from it)."""
+    """Return the basis and the rules that follow from it."""
     sink = events or NullSink()
     basis: list[Proved] = []
     derived: list[Proved] = []
@@ -263,7 +263,7 @@ def find_basis(
 
 
 def follows(found: Enumeration, candidates: Sequence[RuleCandidate], rules: Sequence[Rule]) -> list[bool]:
-    """By candidate, whether an e-graph shows that it follows from rules."""
+    """Return for each candidate whether an e-graph derives it from the rules."""
     ways = [way for rule in rules for way in directions(rule)]
     answers = []
     for start in range(0, len(candidates), _AT_ONCE):

@@ -46,7 +46,10 @@ def conv_same(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, 
 
 @operator
 def conv_same_grouped(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
-    """The same with as many groups as the channels of the input hold those of the weight."""
+    """A grouped convolution, padded to "same" for odd kernels.
+
+    The number of groups is the input's channels over the channels of the weight.
+    """
     a.same(x.rank, 4, "dims of a convolution's input")
     groups = a.quotient(x.shape[1], weight.shape[1], "channels of a grouped convolution")
     return _padded_same(a, x, weight, stride, groups)

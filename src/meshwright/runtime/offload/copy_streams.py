@@ -141,7 +141,7 @@ class HostStreams:
         return works
 
     def run_until(self, work: HostWork) -> None:
-        """In a dry run: execute instructions that are ready, until some work is done."""
+        """Execute ready instructions until some work is done (dry runs only)."""
         while self._is_inline and not work.is_set:
             ready = [
                 queue.popleft()

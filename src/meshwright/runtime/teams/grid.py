@@ -14,7 +14,7 @@ from meshwright.spec.sharding import AXES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisGroup:
-    """The processes of one axis that exchange with each other: their ``ranks``, and the own place among them."""
+    """The processes of one axis that exchange with each other: their ``ranks``, and the ``index`` of this one."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -36,16 +36,16 @@ class TeamPosition:
 
     @property
     def rank(self) -> int:
-        """The plan's rank."""
+        """Index of this process's team among the ranks of the plan."""
         return self.process // self.width
 
     @property
     def place(self) -> int:
-        """The place in the team."""
+        """Index of this process in its team."""
         return self.process % self.width
 
     def new_group(self, ranks: Sequence[int], description: str | None = None) -> dist.ProcessGroup:
-        """A process group for each place of these ranks' teams; returns the group of the own place.
+        """Create a process group for each index in the teams of these ranks; return this process's group.
 
         All processes call it together.
         """
@@ -56,7 +56,7 @@ class TeamPosition:
         return made[self.place]
 
     def process_of(self, rank: int) -> int:
-        """The process of another team at the same place as this one."""
+        """Return the process of another team that has the same index as this one."""
         return rank * self.width + self.place
 
 

@@ -79,7 +79,7 @@ class LocalModel:
 
     @property
     def whole(self) -> Graph:
-        """The full graph."""
+        """The graph of the whole model, before it is split."""
         return self.captured.graph
 
     def eager(self) -> Self:

@@ -7,9 +7,10 @@ attention       a process has some of the queries, after those of the processes 
                 mask it uses the keys up to its last query
 arange          a process continues the numbers of those before it
 dropout         all processes draw the whole mask, as one process would, and use their shard
-products        of which each process has a part of the sum: one of them adds the bias
-means           every process has a part of the sum over the number of all, for cross entropy of the targets that count
-sums            of parts and of whole tensors: each process adds its share of the latter, whose gradient is whole
+products        each process has one term of the sum: the first process of the axis adds the bias
+means           each process divides its part of the sum by the total count (for cross entropy: of the targets that are
+                not ignored, or their weight)
+sums            of partial and of whole tensors: each process adds 1/n of the whole ones, whose gradient is whole
 """
 
 from __future__ import annotations
@@ -40,34 +41,37 @@ from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
 
 def count_rows(ends: torch.Tensor) -> torch.Tensor:
-    """Rows per expert, from the ends of their ranges."""
+    """Return the number of rows per expert, from the ends of their ranges."""
     return torch.diff(ends, prepend=ends.new_zeros(1)).long()
 
 
 def expert_of_arrived(received: torch.Tensor) -> torch.Tensor:
-    """The expert, among those here, of each row as it arrives."""
+    """Return the local expert of each row, in order of arrival."""
     num_ranks, num_experts = received.shape
     experts = torch.arange(num_experts, device=received.device).repeat(num_ranks)
     return experts.repeat_interleave(received.flatten())
 
 
 def arrival(received: torch.Tensor) -> torch.Tensor:
-    """Indices into the arriving rows, in the order of the experts."""
+    """Return the permutation that sorts arrived rows by expert.
+
+    ``received`` (ranks, local experts): the number of rows from each rank for each local expert.
+    """
     return expert_of_arrived(received).argsort(stable=True)
 
 
 def arrival_inverse(received: torch.Tensor) -> torch.Tensor:
-    """Indices into the order of the experts, for the rows as they arrived."""
+    """Return the inverse of `arrival`: it restores the order of arrival."""
     return arrival(received).argsort()
 
 
 def group_ends(received: torch.Tensor) -> torch.Tensor:
-    """The ends of the rows of each expert."""
+    """Return the end of each local expert's range of rows, once rows are sorted by expert."""
     return received.sum(0).cumsum(0).int()
 
 
 def group_ids(received: torch.Tensor) -> torch.Tensor:
-    """The expert of each row, in the order of the experts."""
+    """Return the local expert of each row, once rows are sorted by expert."""
     return expert_of_arrived(received).sort().values
 
 
@@ -83,7 +87,7 @@ COMBINE = f"{MESH}combine.default"
 
 
 def arranging_module(op: Op, axis: AxisGroup | None) -> torch.nn.Module | None:
-    """The module for an op of dispatch and combine; None for other ops."""
+    """Return the module for an op that routes tokens to experts and back; None for other ops."""
     if op.kind in ARRANGING:
         return Arrange(ARRANGING[op.kind])
     if axis is None or op.kind not in (COUNTING, DISPATCH, COMBINE):
@@ -92,26 +96,26 @@ def arranging_module(op: Op, axis: AxisGroup | None) -> torch.nn.Module | None:
 
 
 class Arrange(torch.nn.Module):
-    """A function of the counts alone."""
+    """Computes indices from the row counts alone (`ARRANGING`)."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Integers."""
+        """Return the indices, integers."""
         return self._function(received)
 
 
 class ExchangeCounts(torch.nn.Module):
-    """The number of rows from each rank for each expert here."""
+    """Exchanges the number of rows that each rank sends to each local expert."""
 
     def __init__(self, axis: AxisGroup) -> None:
         super().__init__()
         self._axis = axis
 
     def forward(self, ends: torch.Tensor) -> torch.Tensor:
-        """Ends of the own rows of all experts → (ranks, experts here)."""
+        """Return received row counts (ranks, local experts), from the ends of this process's rows of all experts."""
         sent = count_rows(ends)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._axis.group)
@@ -119,14 +123,14 @@ class ExchangeCounts(torch.nn.Module):
 
 
 class ExchangeRows(torch.nn.Module):
-    """Rows to the ranks that have their experts; ``is_home``: back to those that sent them."""
+    """Sends rows to the ranks that have their experts; with ``is_home`` back to the ranks that sent them."""
 
     def __init__(self, axis: AxisGroup, *, is_home: bool) -> None:
         super().__init__()
         self._axis, self._is_home = axis, is_home
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """The arriving rows, in the order of the ranks."""
+        """Return the arrived rows, in the order of the ranks that sent them."""
         sent = count_rows(ends).view(self._axis.size, -1).sum(1)
         out, back = torch.stack((sent, received.sum(1))).tolist()
         if self._is_home:
@@ -235,7 +239,7 @@ class _Convert(torch.autograd.Function):
 
 
 def gather(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
-    """All-gather: the tensors of all processes."""
+    """All-gather: return the tensors of all processes."""
     found = value.new_empty(axis.size * value.numel())
     all_gather_single(found, value.contiguous().view(-1), group=axis.group)
     return list(found.view(axis.size, *value.shape).unbind())
@@ -249,7 +253,7 @@ def sum_up(value: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
 
 
 def sum_shares(value: torch.Tensor, cut: Cut, axis: AxisGroup) -> torch.Tensor:
-    """Reduce-scatter: the own shard of the sum."""
+    """Reduce-scatter: return this process's shard of the sum."""
     shares = torch.stack(cut.shares(value, axis.size))
     found = torch.empty_like(shares[0])
     reduce_scatter_single(found.view(-1), shares.view(-1), group=axis.group)
@@ -257,7 +261,7 @@ def sum_shares(value: torch.Tensor, cut: Cut, axis: AxisGroup) -> torch.Tensor:
 
 
 def swap(value: torch.Tensor, have: Cut, want: Cut, axis: AxisGroup) -> torch.Tensor:
-    """All-to-all: the same tensor, cut along another dim."""
+    """All-to-all: return the same tensor, split along another dim."""
     if have.dim == want.dim:
         return want.shares(have.join(gather(value, axis)), axis.size)[axis.index].contiguous()
     shares = torch.stack(want.shares(value, axis.size))
@@ -267,7 +271,7 @@ def swap(value: torch.Tensor, have: Cut, want: Cut, axis: AxisGroup) -> torch.Te
 
 
 def pass_round(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
-    """The tensors of all processes, passed from one to the next."""
+    """Return the tensors of all processes, which pass them on in a ring."""
     found: list[torch.Tensor | None] = [None] * axis.size
     moving = value.contiguous()
     found[axis.index] = moving
@@ -278,7 +282,7 @@ def pass_round(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
 
 
 def sum_round(shares: Sequence[torch.Tensor], axis: AxisGroup) -> torch.Tensor:
-    """The own shard of a sum, to which each process adds in turn."""
+    """Return this process's shard of a sum: partial sums pass from process to process, and each adds its part."""
     moving = shares[(axis.index - 1) % axis.size].contiguous()
     for step in range(2, axis.size + 1):
         moving = _shift(moving, axis) + shares[(axis.index - step) % axis.size]
@@ -406,20 +410,20 @@ class Attend(torch.nn.Module):
 
 
 class CountOn(torch.nn.Module):
-    """The own shard of a range."""
+    """This process's shard of a range."""
 
     def __init__(self, axis: AxisGroup, call: torch.nn.Module) -> None:
         super().__init__()
         self._axis, self._call = axis, call
 
     def forward(self) -> torch.Tensor:
-        """The own numbers."""
+        """Return this process's numbers of the range."""
         found: torch.Tensor = self._call()
         return found + self._axis.index * len(found)
 
 
 class DropOut(torch.nn.Module):
-    """Dropout by the own shard of the whole mask; ``share`` takes it."""
+    """Dropout by this process's shard of the whole mask; ``share`` cuts it out."""
 
     def __init__(self, op: Op, whole: tuple[int, ...], share: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -439,7 +443,7 @@ class AddOnce(torch.nn.Module):
         self._place, self._is_first, self._call = place, axis.index == 0, call
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """The own part of the sum."""
+        """Return this process's part of the sum; only the first process of the axis adds the bias."""
         inputs = list(given)
         inputs[self._place] = _Once.apply(inputs[self._place], self._is_first)
         found: torch.Tensor = self._call(*inputs)
@@ -466,7 +470,7 @@ class AddShare(torch.nn.Module):
         self._whole, self._size, self._call = whole, size, call
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """The own part of the sum."""
+        """Return this process's part of the sum, to which whole inputs contribute 1/n."""
         pairs = zip(given, self._whole, strict=True)
         found: torch.Tensor = self._call(*(_Divide.apply(x, self._size) if is_whole else x for x, is_whole in pairs))
         return found
@@ -485,20 +489,20 @@ class _Divide(torch.autograd.Function):
 
 
 class MeanShare(torch.nn.Module):
-    """The own part of a mean of which every process has an equal number of terms."""
+    """This process's part of a mean; every process has the same number of terms."""
 
     def __init__(self, size: int, call: torch.nn.Module) -> None:
         super().__init__()
         self._size, self._call = size, call
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """The sum of the own terms over the number of all."""
+        """Return the sum of this process's terms, divided by the number of all terms."""
         found: torch.Tensor = self._call(*given)
         return found / self._size
 
 
 class RowLoss(torch.nn.Module):
-    """The own part of the mean cross entropy of some of the targets, over the count or weight of all."""
+    """This process's part of a mean cross entropy: the sum over its targets, divided by the count or weight of all."""
 
     def __init__(self, op: Op, rows: Sequence[AxisGroup]) -> None:
         super().__init__()
@@ -508,7 +512,7 @@ class RowLoss(torch.nn.Module):
         self._rows = tuple(rows)
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """The own losses over the number of all targets that count."""
+        """Return the sum of this process's losses over the count or weight of all targets that are not ignored."""
         if target.dtype.is_floating_point:
             total = torch.tensor(float(target.numel() // target.shape[1]), dtype=torch.float64, device=logits.device)
         else:

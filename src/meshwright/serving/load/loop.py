@@ -51,7 +51,7 @@ _STOP_GRACE_NS = _NS
 
 
 class Loop:
-    """See the module's docstring. Call `connect`, then `run`, then `close`."""
+    """Sends requests at their moments and receives the answers: call `connect`, then `run`, then `close`."""
 
     def __init__(self, job: LoadJob, stop: Any = None) -> None:
         count = len(job.moments)

@@ -104,7 +104,7 @@ class Adaptive(NamedTuple):
         return allocate_pool(**facts, num_own=_SHADOWS + NUM_CANDIDATES * size, keep_ends=True)
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """As `Deferred` with the settings in use; in a trial, all shadows receive the request, too."""
+        """Enqueue the request as `Deferred` with the settings in use; in a trial, every shadow receives it, too."""
         own = pool[OWN]
         if now >= pool[own + UNTIL]:
             _turn(pool, now, self.trial)
@@ -120,19 +120,19 @@ class Adaptive(NamedTuple):
         admit_request(pool, now, queue, request, deadline, spare, window, admit)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """As `Deferred`."""
+        """Run a queue on the idle device as `Deferred` with the settings in use."""
         spare, window, _ = CANDIDATES[pool[pool[OWN] + USED]]
         observe(pool, now, device)
         use_device(pool, now, device, spare, window)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """As `Deferred`."""
+        """Handle the start of a window, or a request that is lost, as `Deferred`."""
         if least_of(pool, TIMER, NEVER) <= now:
             spare, window, _ = CANDIDATES[pool[pool[OWN] + USED]]
             settle(pool, now, first_of(pool, TIMER), spare, window)
 
     def next_wake(self, pool: Ints) -> int:
-        """As `Deferred`."""
+        """Return the first start of a window, or moment at which a request is lost."""
         return least_of(pool, TIMER, NEVER)
 
 

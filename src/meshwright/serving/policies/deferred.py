@@ -13,11 +13,12 @@ any idle device. Between them, ``spare`` is the share of devices, in percent, th
 without waiting: 0 is eager, more than 100 is Symphony. Up to 100, nothing waits while all devices are idle, so that a
 single device answers at once, too.
 
-When a batch starts, requests that would be late even alone are dropped. If the largest batch that is then in time is
-smaller than ``window`` percent of the target, the batch size that staggered devices could serve at the measured rate,
-first requests are dropped, too, until such a batch fits. With ``admit``, a request is refused at once if it would be
-late in a batch of the target's size behind that many percent of the work in all queues. Latencies are the observed ones
-of the devices (`slowness`): a queue waits by their typical slowness, and a batch is sized for the device that runs it.
+The target is the batch size that staggered devices could serve at the measured rate. When a batch starts, requests
+that would be late even alone are dropped. If the largest batch that is in time is smaller than ``window`` percent of
+the target, the oldest requests are dropped until a batch of that size fits, unless other idle devices can serve them.
+With ``admit``, a request is refused on arrival if a batch of the target's size would be late for it after ``admit``
+percent of all queued work, divided evenly over the devices. Latencies are the observed ones of the devices
+(`slowness`): a queue waits by their typical slowness, and a batch is sized for the device that runs it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from meshwright.serving.policies.pool import Ints
 
 
 class Policy(Protocol):
-    """See the module's docstring. All state is kept in the pool."""
+    """A policy: four functions, called at events, that decide which batches run. All state is kept in the pool."""
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
         """Handle a request that has arrived."""

@@ -65,9 +65,10 @@ from meshwright.spec.own_code import load_function, split_reference
 
 
 class Timeouts(NamedTuple):
-    """Settings: ``preferred`` requests in a batch (0: those that take half the SLO); ``wait``, percent of the SLO.
+    """A batch starts when it is large enough, or when its first request has waited long enough.
 
-    ``most`` requests are in the largest batch (0: those that take the whole SLO).
+    ``preferred``: requests in a batch (0: the number that takes half the SLO). ``wait``: percent of the SLO.
+    ``most``: the largest batch (0: the model's).
     """
 
     preferred: int = 0
@@ -96,7 +97,7 @@ class Timeouts(NamedTuple):
 
 
 class Aimd(NamedTuple):
-    """Settings: ``start``, the first limit."""
+    """AIMD batching (Clipper). ``start``: the batch limit of every queue at the start."""
 
     start: int = 1
 
@@ -123,7 +124,7 @@ class Aimd(NamedTuple):
         """Do nothing: no timer is used."""
 
     def next_wake(self, pool: Ints) -> int:
-        """Never."""
+        """Return `NEVER`: no timer is used."""
         return NEVER
 
 

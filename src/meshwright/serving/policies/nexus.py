@@ -80,7 +80,7 @@ _SECOND = 1_000_000_000
 
 
 class Nexus(NamedTuple):
-    """Settings: ``epoch`` in seconds."""
+    """Batches planned anew in each epoch (Nexus). ``epoch``: its length in seconds."""
 
     epoch: int = 30
 

@@ -160,7 +160,10 @@ def pack_all(
 
 @compiled
 def spread(latency: Ints, row: int, most: Ints, slo: Ints, num_devices: int, table: Floats) -> int:
-    """Fill a plan where no packing fits: models are assigned to devices in turn, at least one to each; return rows."""
+    """Fill ``table`` where no packing fits; return its number of rows.
+
+    Models are assigned to devices round-robin until each model has a device and each device a model.
+    """
     num_models = len(most)
     rows = max(num_models, num_devices)
     for place in range(rows):

@@ -17,7 +17,10 @@ _PAUSES_IN_BATCH, _MOST_PAUSE_NS = 200, 300_000
 
 
 class Catalog:
-    """See the module's docstring. ``generation`` is increased whenever frontends must be notified of changed models."""
+    """The models that a scheduler serves, by number.
+
+    ``generation`` is increased whenever frontends must be notified of changed models.
+    """
 
     def __init__(self, served: Iterable[Served]) -> None:
         self.generation = 0
@@ -39,7 +42,10 @@ class Catalog:
 
     @property
     def most_late_ns(self) -> int:
-        """The most lateness (ns) that is planned for: a quarter of the tightest model's time besides computation."""
+        """Largest delay (ns) that is planned for.
+
+        It is a quarter of the SLO minus the time of a batch of one, the least of all models.
+        """
         return min(served.slo_ns - served.table[1] for served in self) // 4
 
     @property

@@ -70,7 +70,10 @@ class FrontendModel:
 
 
 class Frontend:
-    """See the module's docstring. ``counts`` are for metrics; with ``is_draining`` it is no longer ready."""
+    """The answers of a frontend to both protocols, and its metrics (``counts``).
+
+    With ``is_draining`` it reports that it is not ready.
+    """
 
     def __init__(self, gate: Gate, server: Server, token: str | None = None) -> None:
         self.gate, self.server, self.counts = gate, server, FrontCounts()

@@ -116,9 +116,9 @@ class _Known:
 
 
 class Gate:
-    """See the module's docstring. ``models`` has the models by name, each in its newest version.
+    """Passes requests to the scheduler and receives their outcomes.
 
-    ``changed`` is called when the models have changed.
+    ``models`` has the models by name, each in its newest version. ``changed`` is called when they have changed.
     """
 
     def __init__(self, folder: Path, tensor_bytes: int) -> None:

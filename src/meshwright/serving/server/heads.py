@@ -16,7 +16,7 @@ _NEVER = frozenset((b"transfer-encoding", b"expect", b"traceparent"))
 
 
 class RequestHead:
-    """A parsed head; ``length`` is that of the body."""
+    """The parsed head of a request; ``length`` is the length of its body."""
 
     __slots__ = ("headers", "length", "method", "url")
 

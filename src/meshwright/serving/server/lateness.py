@@ -98,15 +98,15 @@ class Lateness:
                 yield number, measured
 
     def delay_ns(self) -> int:
-        """See the module's docstring."""
+        """Return the measured delay (ns) between a decision and its start."""
         return min(self.begins.quantile(0.5), self.most_ns)
 
     def slack_ns(self) -> int:
-        """See the module's docstring."""
+        """Return the slack (ns): how long before its deadline a batch must end."""
         are_told = self.answers.count >= _ENOUGH
         return min(self.answers.quantile(_RARE) if are_told else 2 * self.ends.quantile(_RARE), self.most_ns)
 
     def guard_ns(self) -> int:
-        """See the module's docstring."""
+        """Return the guard (ns): how much earlier than needed the policy asks to be woken."""
         least_ns = 0 if self.timers.count >= _ENOUGH else _UNKNOWN_GUARD_NS
         return min(max(self.timers.quantile(_SELDOM), least_ns), self.most_ns)

@@ -216,7 +216,7 @@ class Live:
 
     @property
     def next_moment(self) -> int:
-        """When the policy wants a WAKE (ns); `NEVER` if not needed."""
+        """Time at which the policy wants to be woken (ns); `NEVER` if it does not."""
         return int(self._next(self.policy, self.pool))
 
 

@@ -42,7 +42,7 @@ _FIELDS = {503: RETRY, 401: b'WWW-Authenticate: Bearer realm="meshwright"\r\n'}
 
 
 class Paths:
-    """See the module's docstring."""
+    """Answers HTTP requests by their path, for one frontend; the routes are listed at the top of the module."""
 
     def __init__(self, front: Frontend) -> None:
         self.answers = ResponseWriter()

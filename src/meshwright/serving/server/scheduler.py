@@ -44,7 +44,10 @@ _EVERY_NS = 1_000_000_000
 
 
 class Scheduler:
-    """See the module's docstring; `turn` handles events. ``opened`` is called before frontends may submit requests."""
+    """Tracks requests and their deadlines, and lets the policy decide which device runs which batch.
+
+    `turn` handles events. ``opened`` is called before frontends may submit requests.
+    """
 
     def __init__(
         self, folder: Path, deployment: Deployment, log: Path | None = None, opened: Callable[[], None] = lambda: None

@@ -22,9 +22,10 @@ _FILE = "models.json"
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """A model by number. ``table`` has the ns of batches; entry 0 is unused. The first worker determines the rest.
+    """A model that is served, and its number.
 
-    Raises ServingError if even a batch of one takes longer than the SLO.
+    ``table[b]`` is the time (ns) of a batch of b requests; entry 0 is unused. `learn` sets ``platform``, ``inputs``,
+    ``outputs`` and ``table`` from the first worker's report.
     """
 
     number: int
@@ -42,7 +43,10 @@ class Served:
         return round(self.model.slo * 1e9)
 
     def learn(self, found: dict[str, Any]) -> None:
-        """Take the tensors and latencies that a worker found when it loaded the model. Raises ServingError."""
+        """Take the tensors and latencies that a worker found when it loaded the model.
+
+        Raises ServingError if two workers found different tensors, or if a batch of one takes longer than the SLO.
+        """
         inputs, outputs = (read_tensors(found[key]) for key in ("inputs", "outputs"))
         if self.table:
             if (inputs, outputs) != (self.inputs, self.outputs):

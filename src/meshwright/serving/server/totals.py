@@ -15,7 +15,10 @@ NO_MODEL = ""
 
 
 class ModelTotals:
-    """Of one model: answers by status with latencies of those of 200 (`counters`), samples by outcome, batches."""
+    """Counts of one model.
+
+    Answers by status, latencies of answers with status 200 (`counters`), samples by outcome, and batches.
+    """
 
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
@@ -26,7 +29,10 @@ class ModelTotals:
 
 
 class Totals:
-    """``models`` by name; ``cancelled`` requests, and connections ``refused`` over the limit."""
+    """Counts of a server since its start.
+
+    ``models``: `ModelTotals` by name. ``cancelled``: requests. ``refused``: connections over the limit.
+    """
 
     def __init__(self) -> None:
         self.models: defaultdict[str, ModelTotals] = defaultdict(ModelTotals)

@@ -64,7 +64,7 @@ class _Timed:
 
 
 class Worker:
-    """See the module's docstring. ``held`` are the models that it has at the start."""
+    """Runs the scheduler's batches on one device. ``held`` are the models that it has at the start."""
 
     def __init__(self, folder: Path, device: int, held: list[HeldModel], loader: ModelLoader) -> None:
         self._folder, self._device, self._loader = folder, device, loader

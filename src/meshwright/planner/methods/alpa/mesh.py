@@ -42,7 +42,7 @@ class AxisCosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalMesh:
-    """``shape`` devices, and the costs of both axes; those of an axis of size 1 are not used."""
+    """Devices in a grid of ``shape``, with the costs of both axes; those of an axis of size 1 are not used."""
 
     shape: tuple[int, int]
     costs: tuple[AxisCosts, AxisCosts]
@@ -53,7 +53,7 @@ class LogicalMesh:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices of the mesh."""
         return self.shape[0] * self.shape[1]
 
 
@@ -66,7 +66,7 @@ class AlphaBeta:
     beta_s_per_byte: float
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
-        """See `AxisCosts`."""
+        """Return seconds for each size of the full tensor, shape (n,)."""
         passed = num_bytes * ((self.num_devices - 1) / self.num_devices)
         rounds = {"all_reduce": 2.0, "all_to_all": 0.5}.get(kind, 1.0)
         return self.alpha_s + self.beta_s_per_byte * rounds * passed
@@ -81,7 +81,7 @@ class ModelCosts:
     beside: tuple[tuple[int, ...], ...]
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
-        """See `AxisCosts`."""
+        """Return seconds for each size of the full tensor, shape (n,)."""
         return self.cost.predict_collective(kind, self.ranks, num_bytes, self.beside).seconds
 
 
@@ -125,9 +125,10 @@ Integers = NDArray[np.int64]
 
 
 class Have(NamedTuple):
-    """A tensor's layout on one axis: split at a place or whole; or, if ``sums``, a sum over the ranks.
+    """A tensor's layout on one mesh axis: split along a dim, whole, or a partial sum on each rank.
 
-    For a parameter, ``sums`` is about its gradient.
+    ``place``: the dim and the number of equal pieces in it; None if whole. ``sums``: each rank has a partial sum; for a
+    parameter, of its gradient.
     """
 
     place: Place

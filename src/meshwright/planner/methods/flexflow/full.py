@@ -47,7 +47,10 @@ def simulate_all(soap: Soap, strategy: Strategy, schedule: Schedule) -> int:
 
 @compiled
 def simulate_within(soap: Soap, strategy: Strategy, schedule: Schedule, limit_ps: int, tail_ps: Integers) -> int:
-    """The same, or `BEYOND` if it exceeds ``limit_ps``; ``tail_ps`` is that of `shortest_tails`."""
+    """Simulate a strategy as `simulate_all`; return `BEYOND` if the step time exceeds ``limit_ps``.
+
+    ``tail_ps``: from `shortest_tails`.
+    """
     row, limit = schedule.order[schedule.state[ROW]], limit_ps - fixed_end(soap, strategy)
     count, last = run_all(soap, strategy, schedule, row, limit, tail_ps)
     if last == BEYOND:

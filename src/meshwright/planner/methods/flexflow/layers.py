@@ -61,7 +61,7 @@ class SoapDim:
 
 @dataclass(slots=True, kw_only=True)
 class SoapLayer:
-    """Ops (ids, ascending) that are split alike, and along what."""
+    """Ops (ids, ascending) that are split alike, and the SOAP dims along which they can be split."""
 
     name: str
     ops: list[int]
@@ -69,7 +69,10 @@ class SoapLayer:
 
 
 def find_layers(graph: Graph, batch_size: int, *, can_run: bool = False) -> list[SoapLayer]:
-    """The layers of a graph, in an order in which each reads only what earlier ones make."""
+    """Return the layers of a graph in topological order, with the SOAP dims along which each can be split.
+
+    ``can_run``: leave out dims along which the parts cannot run as separate ops.
+    """
     reader = _Reader(graph, batch_size, can_run)
     layers: list[SoapLayer] = []
     home: dict[int, int] = {}
@@ -211,7 +214,10 @@ class _Reader:
                     dim.size = math.gcd(dim.size, whole // place[1])
 
     def is_batch(self, op: int, dims: OpDims, label: str) -> bool:
-        """Whether a label grows with the batch; where sizes are fixed, whether it stands in front of what has it."""
+        """Whether a label is the batch: its size grows with the batch size.
+
+        In a graph of fixed sizes: whether it is the first dim of a tensor and has the batch size.
+        """
         item = self.graph.ops[op]
         for tensor, labelled in zip((*item.outputs, *item.inputs), (*dims.outputs, *dims.inputs), strict=True):
             found = find_label(labelled, label)
@@ -224,7 +230,10 @@ class _Reader:
         return False
 
     def label_size(self, dims: OpDims, label: str) -> int | None:
-        """What the degrees of a label must divide: its size in what is made, samples where it grows with the batch."""
+        """Return the number that the degrees of a label must divide; None for a label that no tensor has.
+
+        It is the label's size, or the batch size if the label grows with the batch.
+        """
         for labelled in (*dims.outputs, *dims.inputs):
             found = find_label(labelled, label)
             if found is not None:
@@ -253,7 +262,10 @@ def _is_plain(op: Op) -> bool:
 
 
 def sums_of(graph: Graph, op: Op) -> Literal["mean", "classes"] | None:
-    """How a scalar is made of those of equal parts of an op: their mean, or by the number of targets that count."""
+    """Return how an op's scalar is computed from those of its equal parts; None if it cannot be.
+
+    "mean": their mean. "classes": their sum over the number of targets that are not ignored.
+    """
     name, attributes = operator_name(op.kind), dict(op.attributes)
     if attributes.get("reduction", "1") != "1" or len(op.outputs) != 1 or graph.tensors[op.outputs[0]].shape:
         return None

@@ -43,7 +43,7 @@ class Read(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """A part of a layer: its ``ops`` of ``graph``, what it is given (``reads``) and makes.
+    """A part of a layer: its ``ops`` of ``graph``, and the tensors that it reads (``reads``) and makes.
 
     ``makes`` are (tensor of the whole graph, local tensor, cuts); ``held`` has by local tensor the parameter, buffer or
     constant of the whole graph, with its cuts, and ``copies`` those buffers that the part writes.
@@ -120,12 +120,12 @@ class _Facts:
                 self.readers.setdefault(tensor, set()).add(number)
 
     def made(self, number: int) -> list[int]:
-        """What a layer makes that other layers read, or that the graph returns."""
+        """Return the outputs of a layer that other layers read, or that the graph returns."""
         made = [tensor for op in self.layers[number].ops for tensor in self.graph.ops[op].outputs]
         return [t for t in made if self.readers.get(t, set()) - {number} or t in self.graph.outputs]
 
     def needed(self, number: int) -> list[int]:
-        """The ops of a layer with those that anyone can compute and that it needs, ascending."""
+        """Return the ops of a layer and the replicable ops that they depend on, ascending."""
         found, todo = set(self.layers[number].ops), [*self.layers[number].ops]
         while todo:
             for tensor in self.graph.ops[todo.pop()].inputs:
@@ -136,7 +136,7 @@ class _Facts:
         return sorted(found)
 
     def given(self, ops: Sequence[int]) -> list[int]:
-        """What a layer reads of inputs and of other layers."""
+        """Return the tensors that ops read from graph inputs and from other layers."""
         read = dict.fromkeys(tensor for op in ops for tensor in self.graph.ops[op].inputs)
         held = {tensor for tensor in read if self.graph.tensors[tensor].role in _HELD}
         return [t for t in read if t not in held and self.maker.get(t) not in ops]
@@ -162,7 +162,7 @@ class _Writer:
         self._part = Part(layer=number, number=0, graph=empty, ops=())
 
     def write(self, number: int) -> Part:
-        """The part of this number."""
+        """Return the graph of the part with this number."""
         graph, part = self._facts.graph, self._part
         for index in self._facts.needed(self._number):
             op = graph.ops[index]
@@ -283,10 +283,10 @@ def blocks_of(makes: Read, batch_size: int, graph: Graph) -> tuple[range, ...]:
 def find_pieces(
     read: Read, made: Sequence[Read], batch_size: int, graph: Graph
 ) -> Iterator[tuple[int, tuple[tuple[int, int, int], ...], tuple[int, ...]]]:
-    """What parts of a layer hand to a part that reads a tensor, in the order of their places.
+    """Yield the pieces of a tensor that a reading part takes from the parts that make it, in their order.
 
-    Yields the number of the part, what of its block is read as (dim, start, length), for dims of which that is not all,
-    and the place of the piece along each dim, counted from the first.
+    Each piece is: the number of the making part, the range of its block that is read as (dim, start, length), for dims
+    that are not read whole, and the index of the piece along each dim.
     """
     wanted = blocks_of(read, batch_size, graph)
     for number, item in enumerate(made):

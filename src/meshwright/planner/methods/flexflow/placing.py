@@ -17,9 +17,10 @@ _PART = re.compile(r"(?:^|\.)layer(\d+)_part(\d+)")
 
 
 def place_strategy(result: SoapResult, graph: Graph) -> Placement:
-    """The placement of a strategy on the model's graph, or on ``graph``, that of the model in parts if it splits ops.
+    """Return the placement of a strategy.
 
-    Tasks of ops that can only be placed together are on the device of their first op.
+    ``graph``: the model's graph, or if the strategy splits ops, the graph of the model in parts. Tasks of ops that can
+    only be placed together are on the device of their first op.
     """
     space = result.space
     if result.is_split:

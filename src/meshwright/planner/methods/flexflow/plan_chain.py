@@ -1,7 +1,7 @@
-"""FlexFlow's Markov chain over what a `Plan` can say: the method of the planner.
+"""FlexFlow's Markov chain, over plans instead of SOAP strategies.
 
 A SOAP strategy may split every op in another way; a plan has stages of neighbouring layers, replicas of them, one
-sharding for all. So the chain walks over plans: a move takes the point where it is and changes one thing,
+sharding for all. So the chain walks over plans. Each move changes one thing of the current plan:
 
     bounds      one boundary between stages anywhere between its neighbours
     replicas    a rank from one stage to another
@@ -50,7 +50,10 @@ _PENALTY_S_PER_BYTE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Where the chain is: ``cuts`` are the starts of all stages but the first, ``ranks`` in line."""
+    """A state of the chain.
+
+    ``cuts``: the first layers of all stages but the first. ``ranks``: those of all stages, one stage after the other.
+    """
 
     space: Space
     size: int
@@ -60,7 +63,7 @@ class Point:
     ranks: tuple[int, ...]
 
     def plan(self) -> Plan:
-        """The plan, checked. Raises MeshwrightError where the point stands for none."""
+        """Return the plan of this point, checked. Raises MeshwrightError if it has no valid plan."""
         space, graph = self.space, self.space.graph_for(self.size)
         ends, firsts = (*self.cuts, len(graph.layers)), np.cumsum([0, *self.replicas])
         stages = tuple(
@@ -159,7 +162,10 @@ class _Walker:
         return len(self.energies)
 
     def look(self, point: Point, state: SearchState) -> Generator[Proposal, RankedPlan | None, tuple[Point, float]]:
-        """What a point's plan takes, simulated unless it was before; infinite if that cannot be."""
+        """Return a point and the energy of its plan; infinite if it has no valid plan or cannot be simulated.
+
+        A plan is simulated once.
+        """
         plan = self.plan_of(point)
         if plan is None:
             return point, math.inf
@@ -170,7 +176,7 @@ class _Walker:
         return point, self.energies[plan]
 
     def plan_of(self, point: Point) -> Plan | None:
-        """The plan of a point; None if it stands for none."""
+        """Return the plan of a point; None if it has no valid plan."""
         if point not in self._plans:
             try:
                 self._plans[point] = point.plan()
@@ -193,7 +199,10 @@ class _Walker:
         return None
 
     def data_parallel(self) -> list[Point]:
-        """One stage of all ranks, or equal stages where one is not allowed; the largest microbatches first."""
+        """Return a starting point for each space and microbatch size, the largest size first.
+
+        It has one stage on all ranks, or equal stages if a single one is not allowed.
+        """
         found = []
         for space in self.spaces:
             schedule = next((name for name in space.schedules if name in BASIC_SCHEDULES), space.schedules[0])

@@ -46,17 +46,17 @@ class SoapResult:
 
     @property
     def num_simulated(self) -> int:
-        """Proposals that were simulated, of all chains; none of them equal to what was there."""
+        """Number of simulated proposals of all chains. Proposals that equal the current strategy are not simulated."""
         return self.tally[SIMULATED]
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of them that was accepted."""
+        """Share of simulated proposals that were accepted."""
         return self.tally[ACCEPTED] / max(self.num_simulated, 1)
 
     @property
     def degrees(self) -> tuple[tuple[int, ...], ...]:
-        """Of each layer the degree of each of its dims."""
+        """The degrees of the dims of each layer."""
         rows = self.space.soap.degrees[self.candidates].tolist()
         return tuple(tuple(row[: len(layer.dims)]) for row, layer in zip(rows, self.space.layers, strict=True))
 
@@ -66,7 +66,7 @@ class SoapResult:
         return bool((self.space.soap.parts[self.candidates] > 1).any())
 
     def configurations(self) -> list[dict[str, Any]]:
-        """Of each layer its name, degrees by dim and devices of its parts."""
+        """Return for each layer its name, degrees by dim and devices of its parts."""
         soap = self.space.soap
         rows = []
         for at, layer in enumerate(self.space.layers):
@@ -77,7 +77,7 @@ class SoapResult:
         return rows
 
     def explain(self) -> str:
-        """For people: the step, what takes how long on the busiest device and links, and how it was found."""
+        """Return sentences on the step, on the busiest device and links, and on the search."""
         strategy, schedule = empty_strategy(self.space.soap), empty_schedule(self.space.soap)
         configure_all(self.space.soap, strategy, self.candidates, self.devices)
         simulate_all(self.space.soap, strategy, schedule)
@@ -132,7 +132,10 @@ class SoapResult:
 
 
 def read_strategy(space: SoapSpace, document: Mapping[str, Any]) -> StrategyArrays:
-    """The candidates and devices of a document. Raises DocumentError if it is not one of a strategy of this space."""
+    """Return the candidates and devices of a strategy's document.
+
+    Raises DocumentError if it is not a strategy of this space.
+    """
     layers = document.get("layers", [])
     fits = document.get("schema") == SCHEMA and document.get("graph_hash") == space.graph.content_hash
     if not fits or len(layers) != len(space.layers):

@@ -159,7 +159,7 @@ _HELD = ("parameter", "buffer", "constant")
 def make_tables(
     graph: Graph, layers: Sequence[SoapLayer], workload: Workload, cost: CostModel, most_parts: int
 ) -> list[LayerTable]:
-    """The candidates of all layers with up to ``most_parts`` parts, and what these take on each kind of device."""
+    """Return the candidates of all layers with up to ``most_parts`` parts, and their times on each kind of device."""
     num_dims = max([len(layer.dims) for layer in layers], default=1) or 1
     writer = _Writer(graph, workload.global_batch)
     known: dict[Hashable, tuple[Integers, list[int]]] = {}

@@ -8,7 +8,10 @@ from meshwright.planner.methods.flexflow.soap_arrays import HELD, TIME, Integers
 
 @compiled
 def run_task(task: Integers, pool: Lists, free_ps: Integers, number: int, ready_ps: int) -> int:
-    """When the task ends; what it holds is free from then on."""
+    """Run a task when it is ready and its devices or links are free; return its end (ps).
+
+    ``free_ps`` of these is set to that end.
+    """
     first = task[number, HELD] + 1
     count = pool[first - 1]
     if count == 1:

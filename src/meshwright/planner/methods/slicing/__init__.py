@@ -1,4 +1,6 @@
-"""Exact slicing of a chain of layers into replicated stages, optimal by a closed form (Alpa, OSDI 2022, 5.2).
+"""Exact slicing of a chain of layers into replicated stages.
+
+A dynamic program minimises a closed form of the step time (Alpa, OSDI 2022, 5.2).
 
 For every setting, microbatch size, schedule and layout of ranks, one problem is assembled (`assemble`) and solved
 exactly (`dynamic_program`); its solution is a candidate (`slicing_candidates`). Settings whose lower bound is above a

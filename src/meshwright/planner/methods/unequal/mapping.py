@@ -94,7 +94,7 @@ class MappingProblem(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return len(self.static_bytes)
 
 
@@ -299,7 +299,7 @@ class DeviceClass:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.ranks)
 
 
@@ -321,7 +321,7 @@ def find_classes(cluster: Cluster, *, merged: bool = False) -> tuple[DeviceClass
 
 
 def count_states(classes: Sequence[DeviceClass]) -> int:
-    """In how many ways devices can be left of the classes."""
+    """Return the number of ways in which devices of the classes can remain."""
     return prod(item.size + 1 for item in classes)
 
 

@@ -227,7 +227,7 @@ def make_mapping_problem(
 
 
 def plan_mapping(space: Space, size: int, schedule: str, devices: DeviceClasses, mapping: Mapping) -> Plan:
-    """The plan of the local graph that a mapping stands for."""
+    """Return a mapping as a plan of the space's local graph."""
     ranks = devices.ranks(mapping.groups)
     stages = tuple(
         StagePlan(start=start, stop=stop, ranks=own, shares=share_stage(space, size, (start, stop), own))
@@ -274,7 +274,7 @@ class VirtualWorkers:
         return self.wave * max(worker.minibatch_s for worker in self.workers)
 
     def explain(self, cluster: Cluster) -> str:
-        """For people: each worker with its devices and layers, and what a wave takes."""
+        """Return the time of a wave, and a line with the devices and layers of each worker."""
         lines = [f"{len(self.workers)} virtual workers ({self.policy}), a wave of {self.wave} minibatches each takes"]
         lines[0] += f" {format_seconds(self.wave_s)}."
         for worker in self.workers:
@@ -287,8 +287,9 @@ class VirtualWorkers:
 
 
 def allocate(cluster: Cluster, policy: Policy, num_workers: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each virtual worker; ``num_workers`` (of a pair of nodes, in hybrid) is as many as can be alike.
+    """Return the ranks of each virtual worker.
 
+    ``num_workers``: number of workers; in hybrid, of a pair of nodes. By default as many equal workers as possible.
     Raises PlanError for nodes or numbers of workers that do not divide evenly.
     """
     nodes: dict[int, list[int]] = {}

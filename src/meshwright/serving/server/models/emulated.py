@@ -29,7 +29,10 @@ _LEARNT = 0.1
 
 
 class EmulatedModel:
-    """See the module's docstring. Output number k of a sample is the `echo` of its input number k, cyclically."""
+    """A model whose batches take the times that the deployment gives.
+
+    Output number k of a sample is the `echo` of its input number k, cyclically.
+    """
 
     platform = "emulated"
 

@@ -30,7 +30,7 @@ _TRIED = (1, 2, 3)
 
 
 class TorchModel:
-    """See the module's docstring; a `Runnable`."""
+    """A torch model for a server, tried with batches of a few sizes when it is loaded (a `Runnable`)."""
 
     def __init__(self, model: ServedModel, device: str = "cpu", num_threads: int = 1) -> None:
         """Load and try the model on ``cpu`` or ``cuda:0``; operators use ``num_threads`` threads.
