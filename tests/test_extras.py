@@ -72,3 +72,8 @@ from meshwright.solving.integer_programs import _make_solver
 print("before"); _make_solver(highspy); print("after")
 """
     assert run_fresh(code) == "before\nafter\n"
+
+
+def test_the_zoo_and_training_load_no_transformers(run_fresh):
+    program = "import meshwright.zoo, meshwright.training\nprint('transformers' in sys.modules)\n"
+    assert run_fresh(HIDING.format(hidden=("transformers",)) + program).strip() == "False"

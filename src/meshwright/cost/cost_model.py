@@ -3,10 +3,10 @@
 Each method answers one question from the measurement table where it applies (the device kind has the table's name,
 ranks share a node) and from datasheet figures elsewhere; the module that computes it:
 
-    estimate_ops           table, ops, costs, roofline    collective_seconds                 collectives.costs
-    predict_collective  collectives.costs              collective_host_seconds            collectives.costs
-    optimizer_seconds   optimizers                      bucket_seconds                     optimizers
-    stage_memory        memory                          host_transfer_seconds              host_copies
+    estimate_ops        here, of one op in op_estimates    collective_seconds        collectives.collective_costs
+    predict_collective  collectives.collective_costs       collective_host_seconds   collectives.collective_costs
+    optimizer_seconds   optimizers                         bucket_seconds            optimizers
+    stage_memory        memory                             host_transfer_seconds     host_costs
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ These are the program that the simulator would also read, this rank's stages cut
 device, the process groups, the buckets, the updates, and the executor.
 
 A placement must keep together the ops that write to the same memory (`check_placed_writes`). The planner uses names
-(`planner.op_tasks`), as a graph does not list the writes of an op. A captured model does (`capture.call_facts`): all
-ops that use written memory, up to its last write, must be in one stage; for state, also those after it. A placement
-that breaks this rule would compute other numbers than one process, so it is refused.
+(`planner.placing.op_tasks`), as a graph does not list the writes of an op. A captured model does
+(`capture.call_facts`): all ops that use written memory, up to its last write, must be in one stage; for state, also
+those after it. A placement that breaks this rule would compute other numbers than one process, so it is refused.
 """
 
 from __future__ import annotations

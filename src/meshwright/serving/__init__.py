@@ -1,18 +1,14 @@
 """Serving under deadlines: policies that batch and place requests, simulated and run from the same source.
 
-batching      equations of batching and the bounds that follow from them
+batching      equations of batching and the bounds that follow from them; latencies from a measurement table
 arrivals      arrival times of requests
 counted       the part of a simulation whose requests are counted, and the rates in it
-bounds        the highest multiple of a deployment's rates that its devices can serve
 policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
 capacity      the number of devices that a deployment needs
 placement     which device holds which models
-query_trees   queries that call several models, and how their time is divided
-trunks        models that share their first layers
-expansion     a deployment with its queries and trunks turned into plain models
-measured      latencies from a measurement table
-datatypes     numpy types of the protocol's tensor types
+expansion     a deployment with its queries (that call several models) and trunks (first layers that models share)
+              turned into plain models
 sweeps        a deployment with some of its values changed
 server        a server that answers requests under the same policies
 load          a load generator that sends requests at given moments

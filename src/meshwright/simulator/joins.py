@@ -8,7 +8,7 @@ come before requests, so that their consequences are known when links are grante
 moments are known, or when the k-th smallest is not later than the end of its predecessor.
 
 Each wait of a join has a *slot*, numbered in the order in which joins are opened. An unfinished instruction keeps a
-list of its waiters, in which ``num_streams + slot`` means a slot (`waiters.py`). A closed join leaves its slots in such
+list of its waiters, in which ``num_streams + slot`` means a slot (`sharing.py`). A closed join leaves its slots in such
 lists; they are skipped. A stream has one open join at most, and keeps the k smallest moments of that join in a heap
 with the largest on top.
 """

@@ -2,7 +2,7 @@
 
 The speed of the engine is that of the memory, so it keeps 16 bytes per instruction with one wait (4 per further wait)
 and 8 for its end: durations are looked up by cost class, and a resource or a wait is one number each. Columns that only
-reports need are computed on demand (`layout.py`).
+reports need are computed on demand (`unroll.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Instructions point to **cost classes**, so that a new estimate changes a small t
 bytes allocated at its start and the bytes freed at its end, by named part of memory (parameters, saved
 activations, ...). Transfers point to **routes**: the links that one transfer holds together. A route of -1 needs no
 link. The class of a send or all-reduce may also have the processor time that it takes from each participating rank
-(`host_time.py`). The class of a computation may have the time for which an asynchronous host issues it
+(`simulate.py`). The class of a computation may have the time for which an asynchronous host issues it
 (`host_issue.py`).
 """
 

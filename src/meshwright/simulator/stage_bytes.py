@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 #     receives   are issued `RECEIVE_LOOKAHEAD` computations before their consumer and held until the microbatch's
 #                backward is done; buffers go back to a pool by size and are never freed (runtime/transport.py), so the
 #                largest number of each size stays allocated
-#     sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/messages.py)
+#     sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/executor.py)
 
-# As in runtime/messages.py; with an own schedule or a placement, sends are waited for only at the end of the step.
+# As in runtime/executor.py; with an own schedule or a placement, sends are waited for only at the end of the step.
 MAX_GRADIENT_SENDS = 4
 
 

@@ -146,7 +146,7 @@ class StageWalk:
     """One rank's stage: ``forward`` and ``backward`` of microbatches in any valid order, and ``optimize``.
 
     ``bucketed`` are parameters whose gradients a step's first backward copies into buckets, one by one, and frees;
-    later ones add to the buckets (runtime/exchange.py). ``shared`` are units of sharded parameters;
+    later ones add to the buckets (runtime/gradient_reduction.py). ``shared`` are units of sharded parameters;
     ``activations_away``: see `away`. ``state_parts``: replicas over which the optimizer step and its states are
     sharded. Raises GraphError for a graph with its own backward or an invalid batch size.
     """

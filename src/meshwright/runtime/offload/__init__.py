@@ -1,12 +1,11 @@
 """Offload to the host: its memory, the places of states, and the host's work in parallel with the computations.
 
-pieces    parameters on the device, and their counterparts on the host
-updates   the optimizer over a piece
-states    its states, in host memory or in a file on drives
-room      checks that hosts and drives have room
-streams   the threads that execute the host's instructions
-saved     activations, between forward and backward
-hosting   the host of a rank, which joins all of these
+pieces         parameters on the device, and their counterparts on the host
+states         the optimizer over a piece, and its states, in host memory or in a file on drives
+pinned_memory  checks that hosts and drives have room
+copy_streams   the threads that execute the host's instructions
+saved_values   activations, between forward and backward
+hosting        the host of a rank, which joins all of these
 """
 
 from meshwright.runtime.offload.hosting import Hosted, Hosting, find_partial, keep_saved, take_to_host

@@ -1,14 +1,11 @@
 """Load generator: requests of the Open Inference Protocol, sent at moments that are drawn beforehand (open loop).
 
-streams     which models get requests, when, and with which deadlines
-target      the server: its address, its models and their inputs
+target      the server (address, models and their inputs), and which models get requests, when, with which deadlines
 bodies      requests as bytes, made before the first is sent
-answers     responses as bytes: checked for completeness and matched to requests
-job         the work of one process, and its records
+responses   responses as bytes: checked for completeness and matched to requests
 loop        sends and receives in one process
-processes   the same in several processes
-run         a whole run
-result      outcomes of the requests, as figures
+load_run    a whole run, in several processes
+result      outcomes of the requests, as records of a process and as figures
 """
 
 from meshwright.serving.load.bodies import draw_inputs

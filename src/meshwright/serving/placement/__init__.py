@@ -1,8 +1,6 @@
 """Placement of models: groups of devices for models that do not, or should not, all fit on every device.
 
-place     the methods, and an upper bound for any placement
-search    placement by simulation, as in AlpaServe
-groups    free memory of groups, and groups that hold the same models
+model_placement   the methods, an upper bound for any placement, and placement by simulation, as in AlpaServe
 """
 
 from meshwright.serving.placement.model_placement import (

@@ -6,9 +6,9 @@
     nexus       a packing for an epoch (`packing`): requests are split by it, devices serve their models in turn
     clockwork   one controller that plans each device's next batch and which models it holds (`residency`)
     shepherd    the largest batch first, and preemption
-    fixed       batching without deadlines: timeouts, and learned limits
+    named       batching without deadlines (timeouts, learned limits), and the list of all policies
 
 `autoscaling` decides how many devices are wanted, under any policy.
 
-`hooks` defines a policy, `pool` what it sees, `queues` what it can do; `named` lists all policies.
+`hooks` defines a policy, `pool` what it sees, `queues` what it can do.
 """

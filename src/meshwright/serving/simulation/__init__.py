@@ -1,11 +1,10 @@
 """The simulator of serving: requests, devices and a policy on a virtual clock.
 
-simulate    simulate a deployment for some seconds
-goodput     the highest rates that a policy serves, and policies compared
-groups      devices that hold only some models, as separate pools
-engine      the event loop
-fleet       devices that are started and released
-weights     devices that hold some of the models, and load others
+simulate_serving  simulate a deployment for some seconds; devices that hold only some models are separate pools
+goodput           the highest rates that a policy serves, and policies compared
+serving_engine    the event loop
+fleet_series      devices that are started and released
+weights           devices that hold some of the models, and load others
 """
 
 from meshwright.serving.simulation.goodput import IN_TIME, compare_policies, find_goodput

@@ -1,8 +1,9 @@
 """Alpa (Zheng et al., OSDI 2022): an integer program splits every op over a logical mesh.
 
-mesh, repeats, groups, strategies, conversions     the choices and their costs
-integer_program, intra, placements                 the chosen placements
-express                                            the placements as a plan expresses them
+mesh, op_groups, strategies   the choices and their costs
+integer_program, intra        the chosen placements
+express                       the placements as a plan expresses them
+alpa_method                   stages of meshes, as a search method
 """
 
 from meshwright.planner.methods.alpa.express import Expressed, express

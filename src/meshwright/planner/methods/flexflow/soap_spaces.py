@@ -61,7 +61,7 @@ class Weight:
 
 
 class SoapMachine(NamedTuple):
-    """Devices and the links between them; see `arrays.Soap`."""
+    """Devices and the links between them; see `soap_arrays.Soap`."""
 
     kind: Integers
     limit_bytes: Integers

@@ -1,9 +1,9 @@
 """Symphony's scheduler in parts: models are divided among shards, and one rank grants the devices.
 
     mailboxes   rows of integers from one part to another, without locks
-    shard       the queues of some models: their candidates, and the batches on granted devices
-    rank        the devices, and the candidates of all queues: which queue is granted which device
-    policy      all parts in one thread, as a policy of the simulator
+    policy      a shard (the queues of some models: their candidates, and the batches on granted devices), the rank (the
+                devices, and the candidates of all queues: which queue is granted which device), and all parts in one
+                thread, as a policy of the simulator
 
 In Symphony (arXiv 2308.07470) they are ModelThreads and the RankThread. Each part has its own pool and changes nothing
 else; what it knows of another part has arrived as a message, a row of `mailboxes.WIDTH` integers that starts with its
