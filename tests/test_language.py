@@ -26,7 +26,7 @@ PHRASES = {
     r"\bnever flush(?:es|ed)?\b": "'asynchronous'",
     r"\bboth ways\b": "'bidirectional', 'in both directions'",
     r"\bso many\b": "'the given number of', or the name of the number",
-    r"\b[Ww]hoever\b": "the caller, the user or the process",
+    r"\bwhoever\b|\bWhoever\b": "the caller, the user or the process",
     r"\bof theirs\b|\bsuch ones\b": "the name of the things",
 }
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
