@@ -43,7 +43,7 @@ from serving_live import PEERS, Process, as_measured, free_port, running, servin
 from torch import nn
 
 from meshwright.serving import find_goodput, load_policy, simulate_deployment
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.load import LoadResult, ModelSignature, RequestStream, decode_outputs, draw_inputs, read_target
 from meshwright.serving.load.bodies import RequestBytes, build_requests
 from meshwright.serving.load.load_run import run_here

@@ -78,6 +78,8 @@ def test_a_planted_phrase_is_found():
         ("Pass costs to the search", ""),
         ("Added a check", "imperative"),
         ("Adds a check", "imperative"),
+        ("Parsing of checks", "imperative"),
+        ("Embed a picture", ""),
         ("add a check", "capital"),
         ("Add a check.", "full stop"),
         ("Add " + "x" * 70, "74 characters"),

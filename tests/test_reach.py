@@ -7,8 +7,6 @@ from tests.reach import Reach
 
 pytestmark = pytest.mark.lint
 
-# Packages whose modules need not be reached, each with its reason.
-
 
 def test_every_module_is_reached():
     assert not Reach(ROOT / "src" / "meshwright").missed, "wire, move or delete them"

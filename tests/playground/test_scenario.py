@@ -69,7 +69,7 @@ def test_a_cluster_from_a_file_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "a10"}, "no kind of device 'a10'"),
+        ({"kind": "a10"}, "Unknown kind of device 'a10'"),
         ({"num_nodes": 128, "devices_per_node": 64}, "up to 1024 devices"),
         ({"slow_rank": 8, "slowdown": 2.0}, "devices 0 to 7"),
     ],

@@ -21,6 +21,20 @@ from tests.processes import fork_ranks
 COUNT, SIZE = 2, 2
 
 
+def without_accumulators(changes):
+    """Allocations (> 0) and frees (< 0) without scratch memory of bfloat16 products, which depends on the processor.
+
+    With AVX-512 but without its bfloat16 instructions, oneDNN sums a product in float32: beside the output it takes
+    twice that and 128 bytes, and frees them at once. Other processors take none, and the model counts none.
+    """
+    kept = []
+    for at, change in enumerate(changes):
+        is_one = 0 < at < len(changes) - 1 and change == 2 * changes[at - 1] + 128 == -changes[at + 1]
+        is_its_end = at > 1 and -change == changes[at - 1] == 2 * changes[at - 2] + 128
+        kept += [] if is_one or is_its_end else [change]
+    return kept
+
+
 def measure(name, precision):
     """Predicted and allocated bytes of the fullest moment of a third step."""
     source = load_model(name, batch_size=COUNT * SIZE)
@@ -43,8 +57,10 @@ def measure(name, precision):
         trainer.step(*batch)
     now = most = 0
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
+    for num_bytes in without_accumulators(
+        [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    ):
+        now += num_bytes
         most = max(most, now)
     states = [value for held in optimizer.state.values() for value in held.values()]
     inputs = [item for item in pytree.tree_leaves(batch) if isinstance(item, torch.Tensor)]

@@ -11,10 +11,9 @@ from tests.processes import run_ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 CAST = ("mixed", "mixed-bf16-gradients", "bfloat16")
 # How far a prediction may be off, in float32 and amp, and of a cast model. Casting lets normalisation of a Llama keep
-# float32 copies, and convolutions of processors rearrange bfloat16; the graph in float32 shows neither. On an Intel
-# Xeon without bfloat16 instructions gpt-tiny took 2.3 % more than predicted, on an AMD EPYC less than 1.5 %.
+# float32 copies, and convolutions of processors rearrange bfloat16; the graph in float32 shows neither.
 MODELS = {
-    "gpt-tiny": (0.015, 0.03),
+    "gpt-tiny": (0.015, 0.015),
     "tests/zoo/configs/llama.json": (0.015, 0.08),
     "llama-tiny": (0.02, 0.10),
     "vgg-tiny": (0.035, 0.16),

@@ -51,7 +51,7 @@ _FUSED_ACCESSES = {"adamw": 7, "sgd+momentum": 5, "sgd": 3}
 # Measured / predicted of 180 steps and copies of whole models by a table of five tensor sizes, on one core shared with
 # other work (scripts/check_optimizer_steps.py, torch 2.13, 2026-11-21).
 MEASURED_STEP = Interval(low=0.17, high=2.41)
-# The same for a GPU without other work: an assumption, as wide as the interval of a measured op (`table.MEASURED`).
+# The same for a GPU without other work: an assumption, as wide as that of a measured op (`op_estimates.MEASURED`).
 MEASURED_ON_GPU = Interval(low=0.70, high=1.43)
 # Limits of one launch of a kernel over many tensors: elements per chunk, chunks, and tensors (of four lists).
 _CHUNK_ELEMENTS, _MAX_CHUNKS, _MAX_TENSORS = 65_536, 320, 36

@@ -4,7 +4,7 @@
 
 Williams, Waterman, Patterson: Roofline (CACM 2009), with the device's datasheet figures; bytes by `traits`. It is
 mostly too short, as few ops reach the speeds of a datasheet. But it is not a bound: data in a cache do not come from
-memory. Its error: `table.ROOFLINE`, `table.GPU_ROOFLINE`.
+memory. Its error: `op_estimates.ROOFLINE`, `op_estimates.GPU_ROOFLINE`.
 """
 
 from __future__ import annotations

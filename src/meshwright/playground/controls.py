@@ -312,7 +312,7 @@ def base_cluster(state: Controls, files: Mapping[str, Cluster]) -> Cluster:
         return cluster
     if state.kind not in shipped_kinds():
         known = (*shipped_kinds(), *files)
-        raise PlaygroundError(f"There is no kind of device {state.kind[:40]!r}{suggest(state.kind[:40], known)}.")
+        raise PlaygroundError(f"Unknown kind of device {state.kind[:40]!r}{suggest(state.kind[:40], known)}.")
     if state.num_nodes * state.devices_per_node > MAX_DEVICES:
         raise PlaygroundError(
             f"{state.num_nodes} nodes of {state.devices_per_node} devices were asked for; the playground answers up to "

@@ -1,4 +1,4 @@
-"""From a Plan to the state that shows it: every plan has one, and `layout.make_plan` returns the same plan again.
+"""From a Plan to the state that shows it: every plan has one, and `page_layout.make_plan` returns the same plan again.
 
 Properties with a control are its value; all others are `AS_PLANNED`, and described in words.
 """

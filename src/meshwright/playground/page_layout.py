@@ -1,8 +1,8 @@
 """From a state to a Plan: stages, ranks and cuts as the controls set them, or as in an opened plan.
 
-A plan of the playground places its stages by one of the planner's layouts (`planner.placement`) and assigns them to
+A plan of the playground places its stages by one of the planner's layouts (`planner.rank_layouts`) and assigns them to
 ranks as its schedule requires (`planner.adoption`). Properties that no control can express stay as in the opened plan
-(`state.AS_PLANNED`): ranks in another order, unequal shares of microbatches, a user's schedule, recomputed ranges of
+(`controls.AS_PLANNED`): ranks in another order, unequal shares of microbatches, a user's schedule, recomputed ranges of
 ops, a way of reducing gradients. `opened_plans` is the inverse.
 """
 

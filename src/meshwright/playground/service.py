@@ -5,8 +5,8 @@ GET   /  /playground.js ...      the page and its files
       /plan.json?STATE           files of a state: a plan for `meshwright run`, a trace for ui.perfetto.dev,
       /trace.json?STATE          the report as one page
       /report.html?STATE
-POST  /answer                    {query, pinned, page, number} → `documents.answer_data`
-      /interval                  {query} → `documents.interval_data`: two more simulations, so it is a separate request
+POST  /answer                    {query, pinned, page, number} → `answer_data`
+      /interval                  {query} → `interval_data`: two more simulations, so it is a separate request
       /search                    {query} → a `jobs.SearchJob` report;  /progress, /stop: {job} → the same
 
 One request is computed at a time (`Turns`). A page numbers its requests. Later ones wait; when its turn comes, a

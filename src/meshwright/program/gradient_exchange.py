@@ -7,7 +7,7 @@
              gathered; in local SGD gradients were not summed, and parameters are averaged now. Those of the first
              layers come first, and the first forward of a stage in the next step waits for them
 
-A *seat* is a stage on one of its ranks, numbered as in `transfers.Computations.replicas`.
+A *seat* is a stage on one of its ranks, numbered as in `stage_transfers.Computations.replicas`.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from meshwright.report.comparison import (
     find_stragglers,
     timeline_rows,
 )
-from meshwright.report.critical_path_text import explanation_rows, explanation_table, shares_table
+from meshwright.report.critical_path_text import explanation_rows, explanation_table
 from meshwright.report.curve_pictures import draw_curves, fit_table
+from meshwright.report.issue_order import StreamOrder
 from meshwright.report.perfetto import check_ranks, write_trace
 from meshwright.report.plan_tables import (
-    StreamOrder,
     batch_rows,
     describe_latency,
     graph_rows,
@@ -56,10 +56,10 @@ from meshwright.report.scenario_text import (
     describe_price,
     describe_run,
     describe_scenario,
-    describe_workload,
-    workload_row,
 )
 from meshwright.report.schedule_pictures import draw_grid, draw_schedule, draw_slots, explain_slots, schedules_table
+from meshwright.report.shares import shares_table
+from meshwright.report.workload_text import describe_workload, workload_row
 
 __all__ = [
     "Comparison",

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.report.plan_tables import StreamOrder, compare_orders
+from meshwright.report.issue_order import StreamOrder, compare_orders
 from meshwright.spec import DocumentError, Opcode, Timeline, format_seconds, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS
 

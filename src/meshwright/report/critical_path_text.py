@@ -7,39 +7,16 @@ moving by the same amount each time, `F0.0 … F0.6` ×7. Instructions that take
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.report.narrow import NarrowTable
 from meshwright.report.report_tables import make_table
 from meshwright.spec import Timeline, format_count, format_percent, format_seconds, to_seconds
 from meshwright.spec.instructions import COLLECTIVES
-
-# Table of the gain of each choice of a plan.
-
-_HEADINGS = ("choice", "plain", "best plan", "without it", "gains", "share")
-_NUMERIC = (False, False, False, True, True, True)
-
-
-def shares_table(row: Mapping[str, Any]) -> RenderableType:
-    """The choices of `planner.Shares.row`, the largest gain first."""
-    cells = [
-        [
-            item["choice"],
-            item["plain"],
-            item["taken"],
-            "nothing fits" if item["without_s"] is None else format_seconds(item["without_s"]),
-            format_seconds(item["gain_s"]),
-            format_percent(item["share"]),
-        ]
-        for item in row["choices"]
-    ]
-    return NarrowTable(_HEADINGS, cells, numeric=_NUMERIC)
-
 
 Row = dict[str, Any]
 

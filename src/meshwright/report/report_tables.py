@@ -18,7 +18,7 @@ from meshwright.report.cells import collapse_rows, format_cell, format_heading
 from meshwright.report.comparison import Comparison, comparison_rows, timeline_rows
 from meshwright.report.narrow import NarrowTable
 from meshwright.report.plan_tables import graph_rows, graph_total, latency_rows
-from meshwright.report.scenario_text import describe_workload
+from meshwright.report.workload_text import describe_workload
 from meshwright.spec import (
     Cluster,
     Graph,

@@ -7,9 +7,6 @@ from typing import Any, assert_never
 
 from meshwright.spec import (
     Cluster,
-    Graph,
-    Placement,
-    Plan,
     format_bytes,
     format_count,
     format_flops,
@@ -34,54 +31,6 @@ from meshwright.spec.scenario import (
     SlowLink,
 )
 from meshwright.spec.units import Seconds
-
-# The workload of a plan, printed before its speed: model, cluster, batch, precision, optimizer.
-
-
-def workload_row(plan: Plan | Placement, graph: Graph) -> dict[str, Any]:
-    """The workload of a plan. ``graph`` is the model's, not a rank's share.
-
-    Keys: ``model``, ``num_parameters`` (None for a rewritten model), ``cluster``, ``num_devices``, ``kind``,
-    ``samples_per_step``, ``tokens_per_step`` and ``sequence_length`` (None for models without tokens), ``precision``,
-    ``optimizer`` (None for inference).
-    """
-    work, length = plan.workload, graph.sequence_length
-    return {
-        "model": plan.model,
-        "num_parameters": _num_parameters(plan, graph),
-        "cluster": plan.cluster,
-        "num_devices": plan.num_devices,
-        "kind": work.kind,
-        "samples_per_step": work.global_batch,
-        "tokens_per_step": None if length is None else length * work.global_batch,
-        "sequence_length": length,
-        "precision": work.precision,
-        "optimizer": work.optimizer.name if work.kind == "training" else None,
-    }
-
-
-def describe_workload(plan: Plan | Placement, graph: Graph | None = None) -> str:
-    """One line: ``gpt-tiny (11,776 parameters) on 2 devices of 2xcpu: training, 8 samples per step, mixed, adamw``.
-
-    With the model's ``graph`` it names parameters and tokens.
-    """
-    work = plan.workload
-    parameters, tokens = "", ""
-    if graph is not None:
-        if (count := _num_parameters(plan, graph)) is not None:
-            parameters = f" ({format_count(count, 'parameter')})"
-        if (length := graph.sequence_length) is not None:
-            tokens = f" ({length * work.global_batch:,} tokens in sequences of {length:,})"
-    optimizer = f", {work.optimizer.name}" if work.kind == "training" else ""
-    samples = format_count(work.global_batch, "sample")
-    facts = f"{work.kind}, {samples} per step{tokens}, {work.precision}{optimizer}"
-    devices = format_count(plan.num_devices, "device")
-    return f"{plan.model}{parameters} on {devices} of {plan.cluster}: {facts}"
-
-
-def _num_parameters(plan: Plan | Placement, graph: Graph) -> int | None:
-    """Parameters of the model; None for a rewritten graph, which holds values derived from them."""
-    return None if isinstance(plan, Plan) and plan.rewritten else graph.num_parameters()
 
 
 def describe_scenario(scenario: Scenario) -> str:

@@ -23,7 +23,6 @@ from meshwright.simulator.plan_simulation import DETAILS, Detail, simulate_plan
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, bare_costs
 from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.rank_allocation import RankAllocation, allocate_rank, predict_reserved
-from meshwright.simulator.routes import Teams, form_teams
 from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import (
     NodeMemory,
@@ -34,6 +33,7 @@ from meshwright.simulator.simulation import (
     explain_nodes,
     steady_rows,
 )
+from meshwright.simulator.teams import Teams, form_teams
 
 __all__ = [
     "DETAILS",

@@ -37,7 +37,6 @@ from meshwright.simulator.message_matching import rank_of_streams, stream_of_ins
 from meshwright.simulator.pipeline_alike import breaks_symmetry, find_fold
 from meshwright.simulator.program_costs import ProgramCosts
 from meshwright.simulator.program_estimate import estimate_program, exchanged_buckets, place_of_backward
-from meshwright.simulator.routes import form_teams
 from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, record_run, record_spans, run_program
 from meshwright.simulator.simulation import (
     NodeMemory,
@@ -51,6 +50,7 @@ from meshwright.simulator.simulation import (
 from meshwright.simulator.span_parts import issue_parts, list_parts, span_ps
 from meshwright.simulator.stage_costs import OpSeconds, op_seconds
 from meshwright.simulator.state_shards import find_shards
+from meshwright.simulator.teams import form_teams
 from meshwright.spec import (
     Cluster,
     DeadlockError,

@@ -13,51 +13,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost import CostModel
 from meshwright.cost.collectives.algorithms import best_tree, link_matrix
-from meshwright.cost.without import without_devices
-from meshwright.program import lower_plan
-from meshwright.spec import Cluster, Graph, Plan, check_plan
+from meshwright.spec import Cluster
 from meshwright.spec.cluster import Racks
-
-# A plan reduced to one rank per tensor-parallel group: its local graph, cluster and costs.
-#
-# Devices that the plan leaves idle are removed.
-
-
-class Teams(NamedTuple):
-    """A plan of a local graph on a cluster whose ranks are tensor-parallel groups, and their costs."""
-
-    plan: Plan
-    graph: Graph
-    cluster: Cluster
-    cost: CostModel
-
-
-def form_teams(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> Teams:
-    """Return what to simulate for a plan that leaves devices idle, splits ops, recomputes or compiles.
-
-    Other plans are returned unchanged.
-
-    Raises PlanError if the plan does not match the graph or the cluster, ClusterError if groups do not fit the nodes.
-    """
-    if plan.idle:
-        check_plan(plan, graph, cluster)
-        cost = without_devices(cost, plan.idle)
-        plan, cluster = replace(plan, idle=()), cost.cluster
-    if not plan.has_local_graph:
-        return Teams(plan, graph, cluster, cost)
-    check_plan(plan, graph, cluster)
-    local_plan, local_graph = lower_plan(plan, graph)
-    costs = cost.for_teams(plan.sharding)
-    return Teams(local_plan, local_graph, costs.cluster if costs.devices else cluster, costs)
-
 
 Ids = NDArray[np.int64]
 

@@ -28,7 +28,7 @@ State = TypeVar("State")
 class Issue:
     """One instruction for the end of a stream of a rank.
 
-    It continues when ``need`` of the handles in ``waits`` have happened, or all of them if that is None. ``group``
+    It continues after ``need`` of the instructions in ``waits`` have happened; None means all. ``group``
     names the ranks that take part in communication. When a ``watched`` instruction ends, the controller receives an
     event. An ``abandonable`` computation can be abandoned later.
     """

@@ -5,7 +5,7 @@ batch k // G, there in microbatch (k mod G) // S, whatever the number of ranks. 
 the samples of its own microbatches; iterable ones are read by every rank from end to end, which drops those of others.
 
     producers   threads that fetch, collate and move microbatches to the device, several at a time
-    depth       the number of microbatches that may be ahead of the forwards (`program.loading` has the same queue); at
+    depth       the number of microbatches that may be ahead of the forwards (`program.build` has the same queue); at
                 this number, producers wait
     failure     an error of a data set is raised where its microbatch is awaited, and nothing more is read
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.server.models import EmulatedModel, echo, open_model, run_batch, warm_up
 from meshwright.serving.server.slabs import Slab
 from meshwright.spec import (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.server.slabs import Slab, slot_layout
 from meshwright.spec import DATATYPES, ServingError, TensorSpec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.server.tensors import Codec
 from meshwright.serving.server.values import BadRequest, NotFinite
 from meshwright.spec import DATATYPES, Latency, ServedModel, TensorSpec

@@ -138,6 +138,9 @@ def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) 
     best = found.plans.best.plan
     workload, machine = best.workload, found.cost.cluster
     num_devices = max(request.ranks) if request.ranks else None
+    if request.max_price is not None:
+        # As large as the budget allowed for plans.
+        num_devices = max(item.plan.num_devices for item in found.plans.ranked)
     try:
         graph = found.graph_for(workload.global_batch)
         space = soap_space(graph, machine, workload, found.cost, num_devices=num_devices, can_run=True)

@@ -8,7 +8,7 @@ convolutions  estimated as implicit GEMMs, times a factor by the number of place
               kernels: cuDNN computes with channels last, and reorders tensors with channels first except for point
               kernels with aligned rows of places (multiples of 8)
 
-Fitted to products, their two gradients and convolutions measured on one H100 (`cost.gpu.fit_products`).
+Fitted to products, their two gradients and convolutions measured on one H100 (`scripts/gpu_fit.py`).
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class FitRows:
 
 
 def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: BoostingSettings = DEFAULTS) -> KernelModel:
-    """Return the predictor from rows of ops in `checks.SIZES` on devices of ``kinds``; other rows are ignored.
+    """Return the predictor from rows of ops in `demand.SIZES` on devices of ``kinds``; other rows are ignored.
 
     Raises MeasurementError if no group has MIN_ROWS rows.
     """

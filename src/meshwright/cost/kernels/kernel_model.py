@@ -2,8 +2,8 @@
 
     ln t = ln law(query; factors of device and family) + trees of the op(features) + correction(features)
 
-regressed    the device was measured: factors, trees and interval come from its rows (`fit.fit_kernels`) or, with few
-             of them, from those of other devices adapted to its own (`fit.adapt_kernels`)
+regressed    the device was measured: factors, trees and interval come from its rows (`fit_kernels`) or, with few,
+             from those of other devices adapted to its own (`adapt_kernels`)
 transferred  it was not: the factors are the mean over the most similar measured devices
 
 Queries are estimated in columns; nothing here depends on the model's origin. `KernelModel` is plain data.
@@ -101,7 +101,7 @@ class KernelModel:
         self._by_key.update((group.key, group) for group in self.groups)
 
     def predict(self, kernel: Kernel, sizes: Mapping[str, ArrayLike]) -> Predictions:
-        """Return the seconds of n queries; ``sizes`` are columns of shape (n,) by the names in `checks.SIZES`.
+        """Return the seconds of n queries; ``sizes`` are columns of shape (n,) by the names in `demand.SIZES`.
 
         A window may be 0. A matmul may have a ``count`` of equal products. Raises MeasurementError for invalid sizes,
         for an op that the model does not contain, and for a device whose datasheet states no multiprocessors, cache or

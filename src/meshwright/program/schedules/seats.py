@@ -22,7 +22,7 @@ from meshwright.spec import Placement, Plan, PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderColumns:
-    """Computations in order, each column of shape (n,); ``opcode`` is one of `spec.program.COMPUTATIONS`.
+    """Computations in order, each column of shape (n,); ``opcode`` is one of `spec.instructions.COMPUTATIONS`.
 
     ``joint``: runs together with the next one. Neither begins before both can, and their results are sent when both are
     done.

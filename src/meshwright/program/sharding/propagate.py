@@ -1,6 +1,6 @@
 """Propagate: find the label along which each op of a graph is split on one axis, and so the layout of every tensor.
 
-Ops are visited in the graph's order. A rule (`rules.AxisRule`) chooses an op's label from the layout of its inputs; the
+Ops are visited in the graph's order. A rule (`AxisRule`) chooses an op's label from the layout of its inputs; the
 table's row of the op then gives the layout that its inputs must have and that its outputs get. Parameters get the
 layout that their first reader wants. A sum over the ranks is completed where it is made: summed whole on every rank, or
 scattered over a dim.

@@ -4,7 +4,7 @@ torch passes saved tensors to a pack hook, and gets them back from an unpack hoo
 `torch.autograd.graph`, as in `save_on_cpu` and torchtune's `OffloadActivations`). Here storages are copied, each once,
 by the instructions of the program: `SavedDown` of a unit of layers when its forward has ended, `SavedUp` when the
 backward reaches the unit after it. `cost.memory.away` defines what stays, and what waits for which copy. Results that
-selective checkpointing keeps do not pass the hooks; recomputed ranges pass them on (`recompute.RecomputedRange`).
+selective checkpointing keeps do not pass the hooks; recomputed ranges pass them on (`checkpointing.RecomputedRange`).
 
 Device memory is allocated and freed by the computing thread, so that the allocator's order is that of the device.
 """

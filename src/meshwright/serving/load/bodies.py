@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.load.responses import TensorMetadata
 from meshwright.serving.load.target import ModelSignature, Target
 from meshwright.spec import ServingError

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 
 # The largest head and body of a response that are accepted.
 _MOST_HEAD_BYTES = 2**16

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.spec import ServingError, TensorSpec
 
 _ALIGNED = 64
@@ -48,7 +48,7 @@ class Slab:
         if not hasattr(os, "posix_fallocate"):
             return True
         try:
-            # Opened only for this call: there are as many slabs as there are models.
+            # Opened only for this call: there is one slab per model.
             with self.path.open("r+b") as opened:
                 os.posix_fallocate(opened.fileno(), first * self.slots.itemsize, count * self.slots.itemsize)
         except OSError:

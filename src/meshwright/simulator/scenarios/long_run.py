@@ -27,8 +27,8 @@ from meshwright.simulator.network import Network, collectives, durations, routes
 from meshwright.simulator.plan_simulation import SETTLED_STEPS, program_of
 from meshwright.simulator.program_costs import ProgramCosts
 from meshwright.simulator.program_estimate import estimate_program
-from meshwright.simulator.routes import form_teams
 from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, instruction_columns, record_run, run_unrolled
+from meshwright.simulator.teams import form_teams
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import Cluster, Graph, Placement, Plan, Program, ProgramError, ScenarioError, Timeline, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES

@@ -8,6 +8,7 @@ needs them. A layer that is not split keeps its ops as they are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -21,7 +22,8 @@ from meshwright.spec import Extent, Graph, Layer, Op, PlanError, Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_HELD = ("parameter", "buffer", "constant")
+# Roles of tensors that a rank keeps between steps.
+HELD_ROLES = ("parameter", "buffer", "constant")
 
 
 class Cut(NamedTuple):
@@ -70,8 +72,12 @@ class SplitGraph:
     sums: str | None
 
 
+# `part_name` in the name of a module: layer and part.
+PART_NAME = re.compile(r"(?:^|\.)layer(\d+)_part(\d+)")
+
+
 def part_name(layer: int, part: int) -> str:
-    """The name of what computes a part, at which its ops are known again in the graph of a model in parts."""
+    """Return the module name of a part, by which its ops are recognised in the graph of a model in parts."""
     return f"layer{layer}_part{part}"
 
 
@@ -138,7 +144,7 @@ class _Facts:
     def given(self, ops: Sequence[int]) -> list[int]:
         """Return the tensors that ops read from graph inputs and from other layers."""
         read = dict.fromkeys(tensor for op in ops for tensor in self.graph.ops[op].inputs)
-        held = {tensor for tensor in read if self.graph.tensors[tensor].role in _HELD}
+        held = {tensor for tensor in read if self.graph.tensors[tensor].role in HELD_ROLES}
         return [t for t in read if t not in held and self.maker.get(t) not in ops]
 
     def whole(self, number: int) -> Part:
@@ -214,7 +220,7 @@ class _Writer:
         if (known := self._local.get(~tensor if cuts else tensor)) is not None:
             return known
         role = facts.graph.tensors[tensor].role
-        if role in _HELD:
+        if role in HELD_ROLES:
             is_own = role != "constant" and len(facts.readers.get(tensor, ())) == 1
             local = self._add(tensor, cuts if is_own else ())
             self._part.held[local] = tensor, cuts if is_own else ()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from meshwright.planner.methods.flexflow.lowering import PART_NAME
 from meshwright.planner.placing.op_tasks import find_tasks
 from meshwright.planner.placing.placement_search import cut_stages, order_tasks
 from meshwright.spec import Placement
@@ -12,8 +12,6 @@ from meshwright.spec import Placement
 if TYPE_CHECKING:
     from meshwright.planner.methods.flexflow.soap_result import SoapResult
     from meshwright.spec import Graph
-
-_PART = re.compile(r"(?:^|\.)layer(\d+)_part(\d+)")
 
 
 def place_strategy(result: SoapResult, graph: Graph) -> Placement:
@@ -24,7 +22,7 @@ def place_strategy(result: SoapResult, graph: Graph) -> Placement:
     """
     space = result.space
     if result.is_split:
-        parts = {at: _PART.search(op.module) for at, op in enumerate(graph.ops) if not op.replicable}
+        parts = {at: PART_NAME.search(op.module) for at, op in enumerate(graph.ops) if not op.replicable}
         rank_of = {at: int(result.devices[int(name[1]), int(name[2])]) for at, name in parts.items() if name}
     else:
         rank_of = {op: int(result.devices[at, 0]) for at, layer in enumerate(space.layers) for op in layer.ops}

@@ -10,6 +10,7 @@ import numpy as np
 
 from meshwright.cost.optimizers import state_bytes
 from meshwright.planner.methods.flexflow.layers import find_layers
+from meshwright.planner.methods.flexflow.lowering import HELD_ROLES
 from meshwright.planner.methods.flexflow.soap_arrays import Soap
 from meshwright.simulator.routes import hop_links
 from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES, Extent, Graph, Layer, Op, PlanError, Tensor, to_picoseconds
@@ -153,8 +154,6 @@ def _by_layer(ends: Integers, num_layers: int) -> tuple[Integers, Integers]:
 # cost model estimates these ops as those of any graph, so a part of an eighth of the rows costs what an op of that many
 # rows costs, not an eighth. Layers that differ in nothing but their names have the same parts.
 
-_HELD = ("parameter", "buffer", "constant")
-
 
 def make_tables(
     graph: Graph, layers: Sequence[SoapLayer], workload: Workload, cost: CostModel, most_parts: int
@@ -219,7 +218,7 @@ def _held_bytes(parts: Graph, number: int, workload: Workload) -> int:
     layer, width = parts.layers[number], workload.float_bytes
     ops = parts.ops[layer.start : layer.stop]
     held = [parts.tensors[t] for t in dict.fromkeys(t for op in ops for t in op.inputs)]
-    found = sum(tensor.num_bytes(1, width) for tensor in held if tensor.role in _HELD)
+    found = sum(tensor.num_bytes(1, width) for tensor in held if tensor.role in HELD_ROLES)
     if parts.mode == "training":
         states = workload.numbers.gradient_bytes + state_bytes(workload.optimizer, workload.precision)
         trained = (tensor for tensor in held if tensor.role == "parameter" and tensor.requires_grad)
@@ -307,7 +306,7 @@ class _Writer:
             replace(
                 whole,
                 shape=tuple(map(Extent, map(int, shape))),
-                role=whole.role if is_made or whole.role in _HELD else "input",
+                role=whole.role if is_made or whole.role in HELD_ROLES else "input",
                 storage=self.tensors[shared].storage if shared != number else number,
             )
         )

@@ -179,7 +179,7 @@ def cover(
                 # One replica has no other to share with.
                 if replicas == 1 and zero > zeros.min():
                     continue
-                # The same rule as in `spec.stage_plan.takes_part_alike`.
+                # The same rule as in `spec.plan.takes_part_alike`.
                 if zero >= 2 and num_microbatches % replicas:
                     continue
                 form = Form(positions, replicas, sharing, chunks[index], flights[index], zero, rounds, flushes, place)

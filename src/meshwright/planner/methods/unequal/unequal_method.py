@@ -66,7 +66,7 @@ def _reordered(stages: Stages) -> Iterator[Stages]:
 
 
 def _in_a_row(stages: Stages) -> Stages:
-    """The stages one behind the other, each with as many layers as it had."""
+    """Return the stages in this order, each with its former number of layers."""
     stops = accumulate(stage.stop - stage.start for stage in stages)
     return tuple(
         replace(stage, start=stop - (stage.stop - stage.start), stop=stop)

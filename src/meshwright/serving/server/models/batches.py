@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.models.runnable import RAISED, Arrays, DeviceLost, Runnable
 from meshwright.serving.server.slabs import Slab

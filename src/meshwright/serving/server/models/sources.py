@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright.serving.counted import NUMPY_TYPES
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.server.models.programs import load_program
 from meshwright.serving.server.models.runnable import Arrays
 from meshwright.serving.server.models.tensors import Arguments, as_arguments, parameters_of, to_tensor
