@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +78,34 @@ def test_batch_norm_in_parts_writes_statistics_of_its_own():
     moved = [key for key, value in after.items() if not torch.equal(value, before[key])]
     assert moved
     assert all("running" in key or "num_batches" in key for key in moved)
+
+
+class Masked(torch.nn.Module):
+    """Reads a buffer through views alone, and returns what a product made, in another order of its channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 8), torch.nn.Linear(8, 8)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+
+    def forward(self, x):
+        y = self.down(torch.relu(self.mask[:3, :3] @ self.up(x)))
+        return y.reshape(-1, 3, 2, 4).transpose(2, 3).reshape(-1, 3, 8)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_outputs_in_parts_are_those_of_the_model(seed, in_float64):
+    torch.manual_seed(seed)
+    model, inputs = Masked(), (torch.randn(BATCH, 3, 6),)
+    graph = capture_model(model, inputs, mode="inference", verify=False).graph
+    choose = random.Random(seed)
+    layers = find_layers(graph, BATCH, can_run=True)
+    assert any(dim.kind == "parameter" for layer in layers for dim in layer.dims)
+    degrees = [[choose.choice([1, 2]) if dim.size % 2 == 0 else 1 for dim in layer.dims] for layer in layers]
+    source = replace(load_model("gpt-tiny", batch_size=BATCH), model=model, inputs=inputs, targets=(), loss=None)
+    parts = split_source(source, degrees, "inference")
+    with torch.no_grad():
+        assert torch.allclose(parts.model(*parts.inputs), model(*inputs), rtol=1e-12, atol=1e-12)
 
 
 def test_what_cannot_run_in_parts_is_no_dim():
