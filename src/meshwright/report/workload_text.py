@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.spec import Graph, Placement, Plan
-from meshwright.spec.units import format_count
+from meshwright.spec import Graph, Placement, Plan, format_count
 
 
 def workload_row(plan: Plan | Placement, graph: Graph) -> dict[str, Any]:
