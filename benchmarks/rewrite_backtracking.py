@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from meshwright.rewrite.expressions import Name
 from meshwright.rewrite.matching import apply, matches, node_of
 from meshwright.rewrite.search.call_costs import FREE, call_of
-from meshwright.rewrite.search.graph_search import CircularError, build_terms, find_known, load
+from meshwright.rewrite.search.graph_search import CircularError, build_terms
+from meshwright.rewrite.search.loading import find_known, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ from meshwright import __version__
 from meshwright.rewrite.generate.generate import generate_rules
 from meshwright.rewrite.rulebook import BookRule, RuleBook, write_rule_book
 from meshwright.rewrite.rules import Rule, read_rules
-from meshwright.rewrite.terms import special_numbers
+from meshwright.rewrite.special import special_numbers
 from meshwright.rewrite.verify import verify
 
 SECONDS = 60

@@ -8,7 +8,7 @@ import torch
 from meshwright.cli.main import invoke
 from meshwright.rewrite.rulebook import BookRule, RuleBook, write_rule_book
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.terms import Special
+from meshwright.rewrite.special import Special
 
 RULES = """
 [[rule]]

@@ -17,7 +17,7 @@ from meshwright.rewrite.generate.generate import (
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import parse_rule_book, read_rule_book, shipped_rule_book, write_rule_book
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.terms import Special, special_numbers
+from meshwright.rewrite.special import Special, special_numbers
 from meshwright.spec import RewriteError
 
 ELSEWHERE = {"m": 3, "k": 4, "n": 2, "c": 5, "h": 5}

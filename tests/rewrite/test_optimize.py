@@ -25,7 +25,8 @@ from meshwright.rewrite.rulebook import BookRule, shipped_rule_book
 from meshwright.rewrite.rules import rule_of
 from meshwright.rewrite.search.call_costs import alternate
 from meshwright.rewrite.search.ruleset import guide
-from meshwright.rewrite.terms import Special, Terms
+from meshwright.rewrite.special import Special
+from meshwright.rewrite.terms import Terms
 from meshwright.spec import RewriteError
 
 RULES = guide(shipped_rule_book("torch").rules)

@@ -19,7 +19,8 @@ from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.rules import rule_of
 from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.extraction import ClassOptions, extract, smallest
-from meshwright.rewrite.search.graph_search import GraphSpace, Merging, grow
+from meshwright.rewrite.search.graph_search import GraphSpace, grow
+from meshwright.rewrite.search.merging import Merging
 from meshwright.rewrite.search.ruleset import Guided, guide
 from meshwright.rewrite.terms import INPUT, TensorType, TermNode, Terms
 from meshwright.spec import load_cluster

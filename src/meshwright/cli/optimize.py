@@ -115,7 +115,7 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
     from meshwright.rewrite.importing import read_rule_file
     from meshwright.rewrite.rulebook import BookRule
     from meshwright.rewrite.search.ruleset import guide
-    from meshwright.rewrite.terms import Special, special_numbers
+    from meshwright.rewrite.special import Special, special_numbers
     from meshwright.rewrite.verify import verify
 
     entries: list[BookRule] = []

@@ -10,106 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-
 from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, Indexed
-from meshwright.rewrite.fuzz import compute, draw_sizes, fitted_instances
-from meshwright.rewrite.instances import MOST_DIMS
 from meshwright.rewrite.operators import OPERATORS, Operator
 from meshwright.rewrite.rules import kind_of
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from meshwright.rewrite.rules import Rule
-
-
-# The effect of a rule on numbers that are not finite.
-#
-# ``x * 0 = 0`` is true for numbers and false for infinity; ``x - x = 0`` is false for NaN: such a rule loses them, and
-# is used only if its tensors are known to be finite. A product in another order keeps them in place, but may turn
-# infinity into NaN.
-
-_NUM_SIZES = 3
-_TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Special:
-    """Names of a rule's tensors whose special numbers are not preserved.
-
-    ``lost``: a result becomes finite, or moves. ``changed``: non-finite results stay in the same positions, as NaN
-    instead of infinity or the reverse.
-    """
-
-    lost: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-
-    @property
-    def kept(self) -> bool:
-        """Whether all special numbers are preserved."""
-        return not self.lost and not self.changed
-
-
-def special_numbers(rule: Rule, *, seed: int = 0, most_dims: int = MOST_DIMS) -> Special:
-    """The effect of a rule on a single NaN or infinity in one of its tensors.
-
-    Tried at a few sizes of each choice of ranks and dims; if no trial of a rule is possible, all tensors count as
-    lost.
-    """
-    rng = np.random.default_rng(seed)
-    lost: set[str] = set()
-    changed: set[str] = set()
-    tried = False
-    for instance in fitted_instances(rule, most_dims):
-        for count, (shapes, letters) in enumerate(draw_sizes(rule, instance, rng)):
-            if count == _NUM_SIZES:
-                break
-            tried = _try(rule, shapes, letters, rng, lost, changed) or tried
-    if not tried:
-        return Special(lost=tuple(rule.names))
-    return Special(
-        lost=tuple(name for name in rule.names if name in lost),
-        changed=tuple(name for name in rule.names if name in changed and name not in lost),
-    )
-
-
-def _try(
-    rule: Rule,
-    shapes: Mapping[str, tuple[int, ...]],
-    letters: Mapping[str, Any],
-    rng: np.random.Generator,
-    lost: set[str],
-    changed: set[str],
-) -> bool:
-    """Whether a trial was possible: not if the right side has its own letters, or is ill typed."""
-    if any(name not in letters for name, _ in rule.letters):
-        return False
-    for name, special in product(shapes, (np.nan, np.inf, -np.inf)):
-        if not np.prod(shapes[name]):
-            continue
-        arrays = {other: rng.standard_normal((1, *shape)) for other, shape in shapes.items()}
-        arrays[name].flat[rng.integers(arrays[name].size)] = special
-        try:
-            with np.errstate(all="ignore"):
-                lefts = compute(rule.left, arrays, letters, Doubles())
-                rights = compute(rule.right, arrays, letters, Doubles())
-        except (IllTypedError, IndexError, ValueError):
-            return False
-        for left, right in zip(lefts, rights, strict=True):
-            # NaN may affect finite results: it is neither above nor below another number.
-            if np.allclose(left, right, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
-                continue
-            finite = np.isfinite(left)
-            same = np.array_equal(finite, np.isfinite(right)) and np.allclose(
-                left[finite], right[finite], rtol=_TOLERANCE, atol=_TOLERANCE
-            )
-            (changed if same else lost).add(name)
-    return True
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 INPUT, OPAQUE, ITEM = "input", "opaque", "item"

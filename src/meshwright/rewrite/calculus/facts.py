@@ -7,7 +7,7 @@ know, a guard counts as not implied, and a set of guards as possible, so that no
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import z3
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.rewrite.calculus.whole import Letter
-
-Guard: TypeAlias = Polynomial
-Guards: TypeAlias = "frozenset[Guard]"
-NO_GUARDS: Guards = frozenset()
+    from meshwright.rewrite.calculus.whole import Guard, Guards, Letter
 
 _Z3_MS = 200
 # A proof that needs more z3 questions than this is given up.

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
-from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, NO_GUARDS, Guards, LetterBounds
+from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, LetterBounds
 from meshwright.rewrite.calculus.functions import known_value
 from meshwright.rewrite.calculus.sums import (
     Applied,
@@ -28,7 +28,15 @@ from meshwright.rewrite.calculus.sums import (
     simplified,
     substitute_product,
 )
-from meshwright.rewrite.calculus.whole import Inverse, NotExpressibleError, Polynomial, data_letter, data_value
+from meshwright.rewrite.calculus.whole import (
+    NO_GUARDS,
+    Guards,
+    Inverse,
+    NotExpressibleError,
+    Polynomial,
+    data_letter,
+    data_value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -269,6 +269,12 @@ class Polynomial:
         return Polynomial(quotient), Polynomial(rest)
 
 
+# A guard is a polynomial that is at least 0.
+Guard: TypeAlias = Polynomial
+Guards: TypeAlias = "frozenset[Guard]"
+NO_GUARDS: Guards = frozenset()
+
+
 def _without(monomial: Monomial, letter: Letter) -> Monomial:
     place = monomial.index(letter)
     return monomial[:place] + monomial[place + 1 :]

@@ -28,7 +28,8 @@ from meshwright.rewrite.matching import SaturationLimits, directions, saturate
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import BookRule, RuleBook
 from meshwright.rewrite.rules import Rule, rule_of
-from meshwright.rewrite.terms import INPUT, TensorType, TermNode, special_numbers
+from meshwright.rewrite.special import special_numbers
+from meshwright.rewrite.terms import INPUT, TensorType, TermNode
 from meshwright.spec import EventSink, NullSink
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.terms import Special
+from meshwright.rewrite.special import Special
 from meshwright.spec import RewriteError, write_text
 
 if TYPE_CHECKING:

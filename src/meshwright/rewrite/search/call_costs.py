@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.capture import Captured
     from meshwright.cost import CostModel
     from meshwright.rewrite.egraph import EGraph
-    from meshwright.rewrite.search.graph_search import ClassFacts
+    from meshwright.rewrite.search.loading import ClassFacts
     from meshwright.rewrite.terms import TensorType, TermNode
     from meshwright.spec import DeviceKind
 

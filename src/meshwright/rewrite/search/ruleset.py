@@ -4,7 +4,7 @@ Directions that leave less to do (`Guided.simplify`) are applied until nothing i
 work (`explore`) only a few rounds, because a rule read from right to left may apply to its own result. Of the many
 general laws among them, associativity before all, only uses that make something constant are of interest (`fold`): the
 sums of a deep model have too many orders to enumerate. Rules of several outputs join (`merge`): see
-`search.graph_search`.
+`search.merging`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.rewrite.expressions import Call, Name
 from meshwright.rewrite.matching import directions
 from meshwright.rewrite.rulebook import shipped_rule_book
-from meshwright.rewrite.search.graph_search import joins
+from meshwright.rewrite.search.merging import joins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
