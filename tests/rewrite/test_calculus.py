@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from meshwright.rewrite.calculus import Arrays, Doubles, Indexed
 from meshwright.rewrite.calculus.facts import LetterBounds
 from meshwright.rewrite.calculus.functions import FUNCTIONS
-from meshwright.rewrite.calculus.sums import Applied, Largest, Read, Sized, TooLargeError, Total, simplified
+from meshwright.rewrite.calculus.pruning import simplified
+from meshwright.rewrite.calculus.sums import Applied, Largest, Read, Sized, TooLargeError, Total
 from meshwright.rewrite.calculus.symbols import Symbols
 from meshwright.rewrite.calculus.whole import Polynomial, data_value
 from meshwright.rewrite.fuzz import compute, try_rule

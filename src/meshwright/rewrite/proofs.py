@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.rewrite.calculus import IllTypedError
 from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
-from meshwright.rewrite.calculus.sums import TooLargeError, simplified
+from meshwright.rewrite.calculus.pruning import simplified
+from meshwright.rewrite.calculus.sums import TooLargeError
 from meshwright.rewrite.calculus.symbols import RefineError, SizesDifferError
 from meshwright.rewrite.calculus.whole import NotExpressibleError, Polynomial
 from meshwright.rewrite.instances import MOST_DIMS, instances

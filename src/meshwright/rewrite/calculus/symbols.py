@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, LetterBounds
 from meshwright.rewrite.calculus.functions import known_value
+from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import (
     Applied,
     Branch,
@@ -25,7 +26,6 @@ from meshwright.rewrite.calculus.sums import (
     every_letter,
     make_product,
     product_letters,
-    simplified,
     substitute_product,
 )
 from meshwright.rewrite.calculus.whole import (
