@@ -10,7 +10,7 @@ from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import NothingFitsError, Problem, whole_space
 from meshwright.planner.whole_space import LAST_RESORTS, SCHEDULES
 from meshwright.spec import Offload, PlanError, Sharding, Workload, load_cluster, load_shipped_graph
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.schedules import BASIC_SCHEDULES
 from meshwright.spec.sharding import UNSHARDED
 from tests.graphs import chain_graph
 from tests.planner.searching import solve

@@ -34,7 +34,7 @@ from meshwright.spec import (
     write_document,
 )
 from meshwright.spec.made_with import MadeWith
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.planner.searching import search_plans
 from tests.program.layouts import LAYOUTS, plan_of

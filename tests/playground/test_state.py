@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.playground import Controls, from_query, to_query
 from meshwright.playground.controls import LIMITS, MAX_QUERY_LENGTH, OFFLOAD_NAMES
 from meshwright.spec import PlaygroundError
-from meshwright.spec.plan import SCHEDULE_NAMES
+from meshwright.spec.schedules import SCHEDULE_NAMES
 
 NAMES = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40)
 

@@ -7,7 +7,7 @@ from math import lcm
 
 from hypothesis import strategies as st
 
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 from tests.graphs import chain_graph, even_bounds, make_plan
 
 schedules = st.sampled_from(ASYNCHRONOUS_SCHEDULES)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.program import SCHEDULE_LAYOUTS, SCHEDULES
+from meshwright.program import SCHEDULES
 from meshwright.spec import StagePlan
+from meshwright.spec.schedules import layout_of
 from tests.graphs import chain_graph, even_bounds, make_plan
 
-LAYOUTS = {schedule: SCHEDULE_LAYOUTS[schedule] for schedule in SCHEDULES}
+LAYOUTS = {schedule: layout_of(schedule) for schedule in SCHEDULES}
 
 
 def stage_ranks(schedule: str, num_positions: int, num_chunks: int = 2, num_replicas: int = 1):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.program import build_program, max_in_flight, num_active, picture_schedule
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Plan, PlanError, check_plan, decode_document, encode_document, with_branches
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.program.check import check_program
 from tests.simulator.plans import FixedCost, small_cluster

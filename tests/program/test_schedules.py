@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.program import SCHEDULES, build_program, compute_orders, max_in_flight, picture_schedule
 from meshwright.spec import Opcode, PlanError
+from meshwright.spec.schedules import NAMED_SCHEDULES
 from tests.marks import examples
 from tests.program.check import check_program
 from tests.program.layouts import LAYOUTS, plan_of
@@ -138,6 +139,27 @@ def test_a_rank_keeps_what_the_table_of_schedules_says(p, m):
         assert [int(np.cumsum(each).max()) for each in steps] == counts, schedule
     busy = 3 * m
     assert _slots("looped-bfs", p, m) == 2 * busy + (p - 1) * 3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 24)])
+def test_facts_of_a_schedule_are_those_of_its_orders(schedule, p, m):
+    facts = NAMED_SCHEDULES[schedule]
+    orders = [order.columns for order in compute_orders(plan_of(schedule, p, m)[0])]
+    assert any((columns.opcode == Opcode.BACKWARD_INPUT).any() for columns in orders) == facts.splits_backward
+    flights = []
+    for columns in orders:
+        ends = np.isin(columns.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_INPUT))
+        flights.append(int(np.cumsum((columns.opcode == Opcode.FORWARD).astype(int) - ends).max()))
+    chunks = 1 if facts.layout == "single" else 2
+    known = {
+        "all": [chunks * m] * p,
+        "1f1b": [(chunks - 1) * p + (p - i - 1) * chunks + 1 for i in range(p)],
+    }
+    if facts.in_flight != "own":
+        assert flights == known[facts.in_flight]
+    else:
+        assert flights not in known.values()
 
 
 def test_activations_in_flight():

@@ -13,7 +13,7 @@ from meshwright.program import build_program
 from meshwright.report.perfetto import pair_transfers
 from meshwright.simulator import estimate_program, explain_step, simulate_plan, simulate_program
 from meshwright.spec import Opcode
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 from tests.marks import examples
 from tests.program.endless_plans import endless_plan, endless_plans
 from tests.simulator.oracle import Oracle

@@ -24,7 +24,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.files import refuse_replacing
 from meshwright.spec.own_code import split_reference
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.schedules import BASIC_SCHEDULES
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from meshwright.planner.rank_layouts import slice_evenly
-from meshwright.program import SCHEDULE_LAYOUTS, OrderFile, find_schedule, with_schedule
+from meshwright.program import OrderFile, find_schedule, with_schedule
 from meshwright.spec import PlanError, StagePlan
+from meshwright.spec.schedules import layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.program import OwnSchedule
     from meshwright.spec import Graph, Plan
-    from meshwright.spec.plan import ScheduleName
 
 DEFAULT_CHUNKS = 2
 
@@ -43,7 +43,7 @@ def adopt_schedule(
     own = find_schedule(changed)
     if isinstance(own, OrderFile):
         return _follow_file(plan, changed, own, graph, cost)
-    layout = SCHEDULE_LAYOUTS.get(cast("ScheduleName", changed.schedule), "single")
+    layout = layout_of(changed.schedule)
     if layout == "single" and not plan.has_virtual_stages:
         return changed
     positions = _positions(plan)
@@ -93,7 +93,7 @@ def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph
 
 def _positions(plan: Plan) -> list[tuple[int, ...]]:
     """Return the ranks of every position in line; of a bidirectional pipeline, those of one direction."""
-    is_bidirectional = SCHEDULE_LAYOUTS.get(cast("ScheduleName", plan.schedule)) == "bidirectional"
+    is_bidirectional = layout_of(plan.schedule) == "bidirectional"
     ranks = [stage.ranks[:1] if is_bidirectional else stage.ranks for stage in plan.stages]
     return list(dict.fromkeys(ranks))
 

@@ -11,8 +11,8 @@ from meshwright.program import name_schedule
 from meshwright.spec import GradientExchange, Offload, PlanError, Sharding
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE
-from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import words_in_layers
+from meshwright.spec.schedules import BASIC_SCHEDULES
 from meshwright.spec.sharding import UNSHARDED
 
 

@@ -17,7 +17,8 @@ from meshwright.planner.space import Space
 from meshwright.spec import NoFeasiblePlanError, Offload, Plan, PlanError, Sharding, format_bytes, format_seconds
 from meshwright.spec.exchange import WAVES, ZeroStage
 from meshwright.spec.memory import BUCKETS, MEMORY_PARTS
-from meshwright.spec.plan import BASIC_SCHEDULES, name_stages
+from meshwright.spec.plan import name_stages
+from meshwright.spec.schedules import BASIC_SCHEDULES
 
 # The smallest memory limit under which a plan exists is found to this share: finer than any usual reserve.
 _LIMIT_PRECISION = 0.01

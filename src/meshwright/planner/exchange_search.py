@@ -30,7 +30,6 @@ from meshwright.cost.without import without_devices
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.planner.rank_layouts import memory_limit
 from meshwright.program import (
-    SCHEDULE_LAYOUTS,
     SCHEDULES,
     FoundOrders,
     Order,
@@ -64,7 +63,7 @@ from meshwright.spec import (
     write_text,
 )
 from meshwright.spec.offload import ON_DEVICE
-from meshwright.spec.plan import ScheduleName
+from meshwright.spec.schedules import layout_of
 
 # Seconds of a gradient reduction bucket by bucket, in the closed form that estimates of stages use. Compiled.
 
@@ -219,9 +218,9 @@ def _named(plan: Plan, evaluate: Callable[[Plan], RankedPlan], *, whole: bool) -
             yield evaluate(other)
 
 
-def _is_made_for(name: ScheduleName, plan: Plan) -> bool:
+def _is_made_for(name: str, plan: Plan) -> bool:
     """Return whether a schedule has its own order for this layout, rather than that of another schedule."""
-    return plan.has_virtual_stages or SCHEDULE_LAYOUTS[name] == "single"
+    return plan.has_virtual_stages or layout_of(name) == "single"
 
 
 def _limits(kept: NDArray[np.int64], named: Sequence[RankedPlan], limits: Sequence[int]) -> NDArray[np.int64]:

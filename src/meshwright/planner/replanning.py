@@ -29,9 +29,9 @@ from meshwright.planner.problem import Problem, divisors
 from meshwright.planner.search import search_plans
 from meshwright.planner.search_method import Limits, Proposal, SearchState, Steps
 from meshwright.spec import Graph, Plan, PlanError, Recompute, StagePlan, format_count
-from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import RECOMPUTE_NAMES, name_recompute
 from meshwright.spec.scenario import Scenario
+from meshwright.spec.schedules import BASIC_SCHEDULES
 
 _HALVINGS = 40
 # Microbatch sizes of the starts: the plan's own and its neighbours.

@@ -20,7 +20,6 @@ bound and the time of one microbatch are known.
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +28,12 @@ from meshwright.compiled import compiled
 from meshwright.planner.short import is_plain_chain
 from meshwright.planner.space import Space
 from meshwright.planner.stage_tables import Tables
-from meshwright.program import SCHEDULE_LAYOUTS
-from meshwright.spec.plan import ScheduleName
+from meshwright.spec.schedules import NAMED_SCHEDULES, WHOLE_BACKWARDS, layout_of
 
 Floats = NDArray[np.float64]
 
 # Bisection ends when both ends agree to this share.
 _PRECISION = 1e-6
-# Synchronous schedules that are known to split no backward.
-_WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved", "looped-bfs")
 # The cost model rounds to picoseconds per op, the simulator per instruction.
 ROUNDING = 1 - 1e-6
 
@@ -56,9 +52,9 @@ def bound_tables(space: Space, tables: Tables) -> float:
 def _bound_schedule(space: Space, tables: Tables, schedule: str) -> float:
     training = space.workload.kind == "training"
     work_s = _all_work(space, tables)
-    alone = SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule)) == "single"
+    alone = schedule in NAMED_SCHEDULES and layout_of(schedule) == "single"
     # Where a backward is split, its weight part may wait and delays no other stage.
-    flushes = training and schedule in _WHOLE_BACKWARDS
+    flushes = training and schedule in WHOLE_BACKWARDS
     kinds = list(tables.seconds.values())
     total = np.minimum.reduce([kind.total - kind.accumulate for kind in kinds])
     first = total[0] if flushes and _is_trained_from_the_start(tables) else np.zeros_like(total[0])

@@ -45,8 +45,8 @@ from meshwright.spec import (
 )
 from meshwright.spec.exchange import Axis
 from meshwright.spec.offload import ON_DEVICE
-from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import RecomputeName
+from meshwright.spec.schedules import BASIC_SCHEDULES
 from meshwright.spec.sharding import AXES
 from meshwright.spec.teams import team_cluster
 

@@ -22,10 +22,10 @@ from meshwright.cost import CostModel
 from meshwright.planner.rank_layouts import LayoutName
 from meshwright.simulator.scenarios import apply_scenario
 from meshwright.spec import Cluster, PlaygroundError, load_cluster, shipped_kinds, suggest
-from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.precision import Precision
 from meshwright.spec.recompute import OLDER_NAMES, RECOMPUTE_NAMES
 from meshwright.spec.scenario import DeviceMemory, Effect, NetworkCards, Scenario, SlowDevice, SlowLink
+from meshwright.spec.schedules import SCHEDULE_NAMES
 from meshwright.spec.selectors import Devices, Links
 from meshwright.spec.units import Bytes
 from meshwright.spec.workload import OptimizerName

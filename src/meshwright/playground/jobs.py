@@ -18,8 +18,8 @@ from meshwright.playground.controls import AS_PLANNED, Controls, to_query
 from meshwright.playground.page_layout import exchange_of, offload_of, sharding_of, workload_of
 from meshwright.playground.workbench import Workbench
 from meshwright.spec import Graph, MeshwrightError, Plan, PlaygroundError, Recompute
-from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import name_recompute
+from meshwright.spec.schedules import BASIC_SCHEDULES
 
 # Refuse all requests except those of a page that this server sent.
 #

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from meshwright.planner.methods.slicing.slicing_method import num_instructions
 from meshwright.planner.rank_layouts import Layout, LayoutName
 from meshwright.playground.controls import AS_PLANNED, Controls
-from meshwright.program import SCHEDULE_LAYOUTS
 from meshwright.spec import (
     Cluster,
     GradientExchange,
@@ -40,7 +39,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE
-from meshwright.spec.plan import ScheduleName
+from meshwright.spec.schedules import layout_of
 from meshwright.spec.sharding import UNSHARDED
 
 # Building, simulating and drawing 60,000 instructions takes about half a second (own measurement, one Xeon core); a
@@ -209,7 +208,7 @@ def offload_of(state: Controls) -> Offload:
 
 def deal_of(schedule: str) -> str:
     """Return the name of the rule by which a schedule assigns stages to positions."""
-    return SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule), "single")
+    return layout_of(schedule)
 
 
 def deal_out(

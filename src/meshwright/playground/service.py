@@ -51,9 +51,10 @@ from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, format_bytes, load_cluster, shipped_kinds
 from meshwright.spec.codec import dump_json
 from meshwright.spec.memory import ACTIVATIONS, MEMORY_GROUPS
-from meshwright.spec.plan import SCHEDULE_NAMES, name_stages
+from meshwright.spec.plan import name_stages
 from meshwright.spec.precision import Precision
 from meshwright.spec.recompute import RECOMPUTE_NAMES
+from meshwright.spec.schedules import SCHEDULE_NAMES
 from meshwright.spec.workload import OptimizerName
 
 # What the page receives: an answer as plain JSON, its files, and what to change in a state that does not work.

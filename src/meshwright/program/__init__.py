@@ -43,7 +43,6 @@ from meshwright.program.plan_lowering import (
 from meshwright.program.program_check import picture_schedule
 from meshwright.program.rank_rules import ReadyPart, order_parts
 from meshwright.program.schedules import (
-    SCHEDULE_LAYOUTS,
     SCHEDULES,
     local_microbatches,
     minibatches_per_update,
@@ -67,7 +66,6 @@ __all__ = [
     "PIECES_AT_HAND",
     "PLACED",
     "SCHEDULES",
-    "SCHEDULE_LAYOUTS",
     "STAYS_EAGER",
     "Backward",
     "BackwardInput",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType, GeneratorType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from meshwright.program.schedules.seats import gather_columns
 from meshwright.spec import Opcode, Plan, ScheduleError, ScheduleReferenceError
 from meshwright.spec.instructions import Computation
 from meshwright.spec.own_code import importable, reported, source_line, split_reference
-from meshwright.spec.plan import SynchronousName
 
 T = TypeVar("T")
 
@@ -62,7 +61,7 @@ def compute_orders(plan: Plan) -> tuple[Order, ...]:
 
 def named_orders(plan: Plan) -> RankOrders:
     """Return the orders of all ranks for a named synchronous schedule, as one `RankOrders`."""
-    return SCHEDULES[cast("SynchronousName", plan.schedule)](plan)
+    return SCHEDULES[plan.schedule](plan)
 
 
 # Requested stage by stage and then by the program: cached for the current plan only, because orders are large.

@@ -18,7 +18,8 @@ from meshwright.program.schedules import SCHEDULES
 from meshwright.spec import Plan, ScheduleReferenceError
 from meshwright.spec.instructions import Computation
 from meshwright.spec.own_code import load_function, order_file, read_source, source_hash, split_reference
-from meshwright.spec.plan import SCHEDULE_NAMES, unknown_schedule
+from meshwright.spec.plan import unknown_schedule
+from meshwright.spec.schedules import SCHEDULE_NAMES
 
 # A user's function: (plan, rank) → the rank's computations, one by one.
 OwnSchedule = Callable[[Plan, int], Iterable[Computation]]

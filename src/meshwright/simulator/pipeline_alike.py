@@ -26,11 +26,14 @@ from meshwright.simulator.network import Network, collectives
 from meshwright.simulator.routes import hop_links
 from meshwright.simulator.sharing import Times
 from meshwright.spec import Cluster, Graph, Plan, slice_graph
+from meshwright.spec.schedules import NAMED_SCHEDULES
 
 Ids = NDArray[np.int64]
 
 # In these schedules pipelines interact in gradient sums alone, and the order of computations does not depend on ranks.
-_FOLDED = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe-v")
+_FOLDED = tuple(
+    name for name, facts in NAMED_SCHEDULES.items() if not facts.is_asynchronous and facts.layout != "bidirectional"
+)
 
 
 def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:

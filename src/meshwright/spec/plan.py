@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, islice, pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from meshwright.spec.offload import ON_DEVICE, Offload, check_offload, check_off
 from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.precision import upgraded_precision
 from meshwright.spec.recompute import Ranges, with_recompute
+from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES, NAMED_SCHEDULES, SCHEDULE_NAMES
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.slices import check_bounds, slice_graph
 from meshwright.spec.units import format_count
@@ -138,18 +139,6 @@ def check_counts(plan: Plan) -> None:
             )
 
 
-SynchronousName = Literal[
-    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe", "dualpipe-v"
-]
-# Asynchronous: each microbatch is a minibatch, and weights change while others are in flight.
-AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw", "hetpipe"]
-ScheduleName = SynchronousName | AsynchronousName
-ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
-SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
-# Schedules that assign a number of stages to every rank in turn.
-DEALT_IN_TURN: tuple[ScheduleName, ...] = ("interleaved", "looped-bfs")
-# One stage on every rank and whole backwards: the schedules for which slicings are searched.
-BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 # A program lists every microbatch of every stage; beyond this number, building it takes minutes and gigabytes.
@@ -211,7 +200,7 @@ class Plan:
     @property
     def has_own_schedule(self) -> bool:
         """Whether the schedule is the user's own, from a file."""
-        return self.schedule not in SCHEDULE_NAMES
+        return self.schedule not in NAMED_SCHEDULES
 
     @property
     def is_asynchronous(self) -> bool:

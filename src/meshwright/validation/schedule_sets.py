@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
     from meshwright.cost.costs import Floats
     from meshwright.spec import Timeline
-    from meshwright.spec.plan import ScheduleName
     from meshwright.templates.shapes import Schedule
 
 
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
 # each a v-th of its times. Every pair of positions has its own link in each direction.
 
 # Our names of the schedules of measured steps. ZB-2p is taken to fill its bubble, as ZB-H2 does nearly.
-SCHEDULE_NAMES: dict[Schedule, ScheduleName] = {
+SCHEDULE_NAMES: dict[Schedule, str] = {
     "gpipe": "gpipe",
     "1f1b": "1f1b",
     "interleaved": "interleaved",

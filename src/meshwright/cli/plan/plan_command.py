@@ -51,7 +51,7 @@ from meshwright.spec.files import refuse_replacing
 from meshwright.spec.made_with import note_making
 from meshwright.spec.model_files import is_stored_graph
 from meshwright.spec.offload import ON_DEVICE
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.schedules import BASIC_SCHEDULES
 from meshwright.spec.sharding import read_placement
 
 if TYPE_CHECKING:

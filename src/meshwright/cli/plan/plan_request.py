@@ -27,8 +27,8 @@ from meshwright.cli.written_pages import HtmlOption, OpenOption
 from meshwright.spec import Cluster, load_cluster
 from meshwright.spec.cluster import MAX_RANKS
 from meshwright.spec.exchange import MAX_STALENESS, WAVES
-from meshwright.spec.plan import DEALT_IN_TURN, SCHEDULE_NAMES
 from meshwright.spec.precision import Precision
+from meshwright.spec.schedules import DEALT_IN_TURN, SCHEDULE_NAMES
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, OptimizerName
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from meshwright.cli.schedules import FindOrdersOption, VirtualStagesOption, Whol
 from meshwright.cli.simulate.serving_deployment import is_deployment
 from meshwright.cli.written_pages import HtmlOption, OpenOption
 from meshwright.spec import DocumentError, Placement, Plan
-from meshwright.spec.plan import DEALT_IN_TURN, SCHEDULE_NAMES
 from meshwright.spec.plan_files import read_plan
+from meshwright.spec.schedules import DEALT_IN_TURN, SCHEDULE_NAMES
 
 PlanArgument = Annotated[
     Path,

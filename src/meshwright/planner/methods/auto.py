@@ -51,8 +51,8 @@ from meshwright.spec import (
     format_percent,
     recompute_choices,
 )
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 from meshwright.spec.recompute import RecomputeName
+from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 
 # Reduce recomputation: in each stage, recompute only as many blocks in the heavier way as memory requires.
 #

@@ -15,58 +15,26 @@ A user's own schedules yield typed instructions: `own_schedules` finds them, `or
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
-
+from meshwright.program.schedules import bidirectional, chunked  # noqa: F401 - they register functions
 from meshwright.program.schedules.asynchronous import minibatches_per_update, num_filling_steps
-from meshwright.program.schedules.bidirectional import dualpipe, dualpipe_v, zb_v
-from meshwright.program.schedules.chunked import (
-    gpipe,
-    interleaved,
-    looped_breadth_first,
-    one_forward_one_backward,
-    zb_h1,
-    zb_h2,
+from meshwright.program.schedules.seats import (
+    ORDER_WRITERS,
+    NamedSchedule,
+    OrderColumns,
+    RankOrders,
+    local_microbatches,
+    num_active,
+    stays_on_rank,
 )
-from meshwright.program.schedules.seats import OrderColumns, RankOrders, local_microbatches, num_active, stays_on_rank
-from meshwright.spec import Plan
-from meshwright.spec.plan import ScheduleName, SynchronousName
+from meshwright.spec.schedules import NAMED_SCHEDULES
 
-LayoutKind = Literal["single", "in turn", "v", "bidirectional"]
-NamedSchedule = Callable[[Plan], RankOrders]
-
-SCHEDULES: dict[SynchronousName, NamedSchedule] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "interleaved": interleaved,
-    "looped-bfs": looped_breadth_first,
-    "zb-v": zb_v,
-    "dualpipe": dualpipe,
-    "dualpipe-v": dualpipe_v,
-}
-
-# The layout of a plan's stages for each schedule; see `seats`.
-SCHEDULE_LAYOUTS: dict[ScheduleName, LayoutKind] = {
-    "gpipe": "single",
-    "1f1b": "single",
-    "zb-h1": "single",
-    "zb-h2": "single",
-    "interleaved": "in turn",
-    "looped-bfs": "in turn",
-    "zb-v": "v",
-    "dualpipe": "bidirectional",
-    "dualpipe-v": "v",
-    "pipedream": "single",
-    "pipedream-vertical": "single",
-    "pipedream-2bw": "single",
-    "hetpipe": "single",
+# The function that writes the orders of each synchronous schedule.
+SCHEDULES: dict[str, NamedSchedule] = {
+    name: ORDER_WRITERS[name] for name, facts in NAMED_SCHEDULES.items() if not facts.is_asynchronous
 }
 
 __all__ = [
     "SCHEDULES",
-    "SCHEDULE_LAYOUTS",
     "NamedSchedule",
     "OrderColumns",
     "RankOrders",

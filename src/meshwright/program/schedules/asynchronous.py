@@ -48,7 +48,6 @@ from meshwright.program.schedules.seats import OrderColumns, make_columns, num_a
 from meshwright.spec import Opcode, Plan, PlanError
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.instructions import COMPUTATIONS
-from meshwright.spec.plan import AsynchronousName
 
 Ids = NDArray[np.int64]
 # (plan, stage, replica, local minibatches) → the version of the weights that each of them uses.
@@ -91,7 +90,7 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
     """
     seat = sit_alone(plan).of(rank)
     _check(plan)
-    versions_of, per_update = _RULES[_name(plan)]
+    versions_of, per_update = _RULES[plan.schedule]
     stage, period, ahead = seat.position, plan.num_microbatches, num_active(plan, seat.position)
     replicas = plan.stages[stage].ranks
     fill = _fill(plan)
@@ -136,7 +135,7 @@ def minibatches_per_update(plan: Plan, stage: int) -> int:
     """Return the number of minibatches per update of a stage; all microbatches for a synchronous schedule."""
     if not plan.is_asynchronous:
         return plan.num_microbatches
-    turns = _RULES[_name(plan)][1](plan, stage)
+    turns = _RULES[plan.schedule][1](plan, stage)
     # Virtual workers update independently; other replicas together.
     return turns if plan.schedule == WAVES else turns * len(plan.stages[stage].ranks)
 
@@ -195,16 +194,12 @@ def _every_step(plan: Plan, stage: int) -> int:
 
 
 # Versions of minibatches, and the number of a replica's backwards after which an update is due.
-_RULES: dict[AsynchronousName, tuple[Versions, Callable[[Plan, int], int]]] = {
+_RULES: dict[str, tuple[Versions, Callable[[Plan, int], int]]] = {
     "pipedream": (_newest, _every_turn),
     "pipedream-vertical": (_at_entry, _every_turn),
     "pipedream-2bw": (_one_behind, _every_step),
     "hetpipe": (_with_waves, _every_turn),
 }
-
-
-def _name(plan: Plan) -> AsynchronousName:
-    return next(name for name in _RULES if name == plan.schedule)
 
 
 def _check(plan: Plan) -> None:

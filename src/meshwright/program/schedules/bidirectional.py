@@ -30,6 +30,7 @@ from meshwright.program.schedules.seats import (
     join_ranks,
     sit_both_ways,
     sit_in_a_v,
+    writes_orders,
 )
 from meshwright.spec import Opcode, Plan, PlanError
 
@@ -38,6 +39,7 @@ Row = tuple[Opcode, int, int]
 JointRow = tuple[Opcode, int, int, bool]
 
 
+@writes_orders("zb-v")
 def zb_v(plan: Plan) -> RankOrders:
     """Return the zero-bubble V schedule, which needs the memory of 1f1b."""
     seats = sit_in_a_v(plan)
@@ -90,6 +92,7 @@ def _zb_v(size: int, position: int, count: int) -> Iterator[Row]:
             yield next_of(Opcode.BACKWARD_WEIGHT, chunk)
 
 
+@writes_orders("dualpipe-v")
 def dualpipe_v(plan: Plan) -> RankOrders:
     """Return DualPipe folded in two. Raises PlanError for fewer than 2p microbatches."""
     seats = sit_in_a_v(plan)
@@ -103,6 +106,7 @@ def _dualpipe_v_of(plan: Plan, seat: Seat) -> OrderColumns:
     return gather_columns((opcode, seat.stages[chunk], mine[m], joint) for opcode, chunk, m, joint in rows)
 
 
+@writes_orders("dualpipe")
 def dualpipe(plan: Plan) -> RankOrders:
     """Return DualPipe, with microbatches from both ends. Raises PlanError for fewer than 2p, or an odd number."""
     seats = sit_both_ways(plan)

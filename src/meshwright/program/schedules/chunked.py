@@ -40,6 +40,7 @@ from meshwright.program.schedules.seats import (
     make_columns,
     sit_alone,
     sit_in_turn,
+    writes_orders,
 )
 from meshwright.spec import Opcode, Plan, PlanError
 
@@ -167,6 +168,7 @@ def _write_zero_bubble(
 # Megatron-LM, which requires multiples of p.
 
 
+@writes_orders("interleaved")
 def interleaved(plan: Plan) -> RankOrders:
     """Return Megatron-LM's virtual pipeline. Raises PlanError for microbatches that do not divide into equal rounds."""
     seats = sit_in_turn(plan)
@@ -175,6 +177,7 @@ def interleaved(plan: Plan) -> RankOrders:
     return write_in_turn(seats, ahead + 1, sizes)
 
 
+@writes_orders("looped-bfs")
 def looped_breadth_first(plan: Plan) -> RankOrders:
     """Return all microbatches through one chunk after the other; backwards start with the last one, as in torch."""
     seats = sit_in_turn(plan)
@@ -194,6 +197,7 @@ def _round_sizes(plan: Plan, seats: Seats) -> NDArray[np.int64]:
     return seats.counts // rounds
 
 
+@writes_orders("gpipe")
 def gpipe(plan: Plan) -> RankOrders:
     """Return GPipe: all forwards, then all backwards in the same order."""
     if plan.has_shares:
@@ -202,6 +206,7 @@ def gpipe(plan: Plan) -> RankOrders:
     return write_in_turn(seats, ahead=seats.counts, round_size=seats.counts)
 
 
+@writes_orders("1f1b")
 def one_forward_one_backward(plan: Plan) -> RankOrders:
     """Return 1F1B: fill the pipeline, then alternate one backward and one forward, then drain."""
     if plan.has_shares:
@@ -210,12 +215,14 @@ def one_forward_one_backward(plan: Plan) -> RankOrders:
     return write_in_turn(seats, ahead=active_counts(plan)[seats.positions], round_size=seats.counts)
 
 
+@writes_orders("zb-h1")
 def zb_h1(plan: Plan) -> RankOrders:
     """Return ZB-H1: zero bubble within the memory of 1f1b."""
     seats = sit_alone(plan, alike=True)
     return write_zero_bubble(seats, ahead=seats.num_positions - seats.positions, behind=seats.positions)
 
 
+@writes_orders("zb-h2")
 def zb_h2(plan: Plan) -> RankOrders:
     """Return ZB-H2: zero bubble with about twice the memory of 1f1b."""
     seats = sit_alone(plan, alike=True)

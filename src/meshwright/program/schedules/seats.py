@@ -6,7 +6,7 @@ and the r-th replicas of all stages form a pipeline of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -73,6 +73,20 @@ class RankOrders:
         """Return the computations where a mask is true."""
         offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
         return RankOrders(offsets=offsets, columns=self.columns.select(kept))
+
+
+NamedSchedule = Callable[[Plan], RankOrders]
+ORDER_WRITERS: dict[str, NamedSchedule] = {}
+
+
+def writes_orders(name: str) -> Callable[[NamedSchedule], NamedSchedule]:
+    """Register a function as the orders of a schedule, which has a row in `spec.schedules.NAMED_SCHEDULES`."""
+
+    def register(function: NamedSchedule) -> NamedSchedule:
+        ORDER_WRITERS[name] = function
+        return function
+
+    return register
 
 
 def make_columns(opcode: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joint: ArrayLike = False) -> OrderColumns:

@@ -20,7 +20,7 @@ from meshwright.spec import (
     recompute_choices,
 )
 from meshwright.spec.offload import ON_DEVICE
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.schedules import BASIC_SCHEDULES
 from meshwright.spec.sharding import UNSHARDED
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from meshwright.planner.rank_layouts import Layout, find_places
 from meshwright.planner.search_method import Proposal, SearchState, Steps
 from meshwright.planner.space import Space
 from meshwright.spec import Cluster, MeshwrightError, Plan, PlanError, Sharding
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.schedules import BASIC_SCHEDULES
 
 # Operator clustering: merge many layers into few, so that stages have fewer possible cuts (Alpa, section 5.2).
 #

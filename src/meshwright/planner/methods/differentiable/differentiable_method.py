@@ -30,7 +30,7 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.search_method import Proposal, SearchState, Steps
 from meshwright.planner.space import Space
 from meshwright.spec import Plan, StagePlan
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.schedules import BASIC_SCHEDULES
 
 # Descend one option: start, gradients, rounding, repair.
 

@@ -28,7 +28,7 @@ from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.methods.flexflow.temperature import adjust, calibrate
 from meshwright.planner.search_method import Proposal
 from meshwright.spec import MeshwrightError, Plan, StagePlan, check_plan
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.schedules import BASIC_SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -25,18 +25,24 @@ from numpy.typing import NDArray
 from meshwright.compiled import compiled
 from meshwright.planner.exchange_search import sum_in_buckets
 from meshwright.planner.rank_layouts import even_edges
+from meshwright.spec.schedules import NAMED_SCHEDULES
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Schedules as codes for the compiled loops.
+# Schedules as codes for the compiled loops: those with known layout, number of microbatches in flight and backwards.
 ALL_IN_FLIGHT, ONE_EACH, IN_TURN, WHOLE_IN_TURN, SPLIT = range(5)
+_CODES = {
+    ("single", "all", False): ALL_IN_FLIGHT,
+    ("single", "1f1b", False): ONE_EACH,
+    ("in turn", "1f1b", False): IN_TURN,
+    ("in turn", "all", False): WHOLE_IN_TURN,
+    ("single", "1f1b", True): SPLIT,
+}
 FLIGHTS = {
-    "gpipe": ALL_IN_FLIGHT,
-    "1f1b": ONE_EACH,
-    "interleaved": IN_TURN,
-    "looped-bfs": WHOLE_IN_TURN,
-    "zb-h1": SPLIT,
+    name: _CODES[facts.layout, facts.in_flight, facts.splits_backward]
+    for name, facts in NAMED_SCHEDULES.items()
+    if (facts.layout, facts.in_flight, facts.splits_backward) in _CODES
 }
 
 

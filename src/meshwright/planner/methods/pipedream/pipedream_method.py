@@ -46,7 +46,7 @@ from meshwright.spec import (
     format_percent,
     format_seconds,
 )
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 
 # Orders of a profile's layers, for graphs with too many states, and the number of those states.
 #

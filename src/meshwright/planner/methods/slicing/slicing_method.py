@@ -18,7 +18,7 @@ from meshwright.program import unlower_plan
 from meshwright.simulator import form_teams
 from meshwright.spec import DeadlockError, MeshwrightError, Plan, PlanError, ScheduleError
 from meshwright.spec.own_code import order_file
-from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
+from meshwright.spec.schedules import BASIC_SCHEDULES, SCHEDULE_NAMES
 
 # The most simulated instructions in all, without the first plan: building and simulating 100,000 takes about a second
 # (own measurement, one Xeon core), and a plan for a large cluster has some hundred thousand.

@@ -36,7 +36,7 @@ from meshwright.planner.space import Space
 from meshwright.planner.stage_tables import settle_stage
 from meshwright.spec import Plan, PlanError, slice_graph
 from meshwright.spec.exchange import WAVES
-from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.schedules import BASIC_SCHEDULES
 
 # Small changes of a plan on unequal devices: what a local search on the simulator tries next.
 #
