@@ -171,10 +171,27 @@ class OpCosts:
     exchanged_s: NDArray[np.float64]
     issue_s: NDArray[np.float64] | None = None
 
+    def microbatch_s(self, *, trains: bool = True, first: bool = False) -> NDArray[np.float64]:
+        """Return the seconds of every op for one microbatch, shape (ops,): its forward and, if it trains, its backward.
+
+        The ``first`` microbatch of a step does not accumulate gradients.
+        """
+        if not trains:
+            return self.forward_s
+        backward_s = self.backward_s if first else self.backward_s + self.accumulate_s
+        return self.forward_s + backward_s
+
+    def layers_s(self, graph: Graph, *, trains: bool = True, first: bool = False) -> NDArray[np.float64]:
+        """Return `microbatch_s` summed over the ops of each layer of the graph, shape (layers,)."""
+        seconds: NDArray[np.float64] = np.add.reduceat(
+            self.microbatch_s(trains=trains, first=first), [layer.start for layer in graph.layers]
+        )
+        return seconds
+
     def total(self, ops: Sequence[int] | NDArray[np.int64] | None = None) -> TotalSeconds:
         """Return the sum of forward and backward of some ops (default: all), each counted once."""
         chosen = np.arange(len(self.group)) if ops is None else np.asarray(ops, np.int64)
-        seconds = self.forward_s[chosen] + self.backward_s[chosen]
+        seconds = self.microbatch_s(first=True)[chosen]
         low, high = self.low_s[chosen, :2].sum(axis=1), self.high_s[chosen, :2].sum(axis=1)
         return add_intervals(seconds, low, high, self.group[chosen])
 

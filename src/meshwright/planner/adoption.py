@@ -13,7 +13,6 @@ possible. A stage's time is that of a microbatch's forward and backward on the f
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from meshwright.planner.rank_layouts import slice_evenly
@@ -86,7 +85,8 @@ def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph
     """Return ``changed`` with the layers cut into stages as even as possible, on these ranks."""
     if len(ranks) > len(graph.layers):
         raise _impossible(changed.schedule, f"the graph has {len(graph.layers)} layers", f"at least {len(ranks)}")
-    bounds = slice_evenly(_layer_seconds(graph, plan.microbatch_size, cost), len(ranks))
+    costs = cost.estimate_ops(graph, plan.microbatch_size, cost.cluster.device_kind(0))
+    bounds = slice_evenly(costs.layers_s(graph).tolist(), len(ranks))
     stages = (StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, ranks, strict=True))
     return replace(changed, stages=tuple(stages))
 
@@ -96,12 +96,6 @@ def _positions(plan: Plan) -> list[tuple[int, ...]]:
     is_bidirectional = layout_of(plan.schedule) == "bidirectional"
     ranks = [stage.ranks[:1] if is_bidirectional else stage.ranks for stage in plan.stages]
     return list(dict.fromkeys(ranks))
-
-
-def _layer_seconds(graph: Graph, microbatch_size: int, cost: CostModel) -> list[float]:
-    costs = cost.estimate_ops(graph, microbatch_size, cost.cluster.device_kind(0))
-    sums = [0.0, *accumulate((costs.forward_s + costs.backward_s + costs.accumulate_s).tolist())]
-    return [sums[layer.stop] - sums[layer.start] for layer in graph.layers]
 
 
 def _impossible(schedule: str, found: str, expected: str) -> PlanError:

@@ -177,8 +177,7 @@ def _starts(problem: Problem, plan: Plan) -> Iterator[Plan]:
     for size in near:
         graph = space.graph_for(size)
         costs = space.cost.estimate_ops(graph, size, space.cluster.device_kind(0))
-        work = costs.forward_s + costs.backward_s + costs.accumulate_s
-        seconds = np.add.reduceat(work, [layer.start for layer in graph.layers])
+        seconds = costs.layers_s(graph)
         count = space.workload.global_batch // size
         for replicas in shapes if size == plan.microbatch_size else shapes[:2]:
             if max(replicas) <= count:

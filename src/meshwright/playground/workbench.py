@@ -261,10 +261,7 @@ _TOLERANCE = 1e-9
 
 def layer_seconds(graph: Graph, microbatch_size: int, kind: DeviceKind, cost: CostModel) -> NDArray[np.float64]:
     """Seconds of forward and backward of one microbatch, per layer."""
-    costs = cost.estimate_ops(graph, microbatch_size, kind)
-    starts = np.array([layer.start for layer in graph.layers], np.int64)
-    seconds: NDArray[np.float64] = np.add.reduceat(costs.forward_s + costs.backward_s, starts)
-    return seconds
+    return cost.estimate_ops(graph, microbatch_size, kind).layers_s(graph, first=True)
 
 
 def balanced_cuts(seconds: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:

@@ -388,7 +388,7 @@ def _task_costs(problem: PlaceProblem, tasks: Tasks) -> TaskCosts:
     columns = []
     for rank in problem.ranks:
         costs = cost.estimate_ops(graph, size, problem.cluster.device_kind(rank))
-        each = costs.forward_s + costs.backward_s
+        each = costs.microbatch_s(first=True)
         columns.append([float(each[list(ops)].sum()) for ops in tasks.ops])
     held = np.array([_held_bytes(problem, ops) for ops in tasks.ops], np.float64)
 

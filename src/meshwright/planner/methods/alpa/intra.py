@@ -242,7 +242,6 @@ def amounts_of(
     kind = cost.cluster.device_kind(0)
     costs = cost.estimate_ops(graph, batch_size, kind)
     training = workload.kind == "training"
-    seconds = costs.forward_s + (costs.backward_s + costs.accumulate_s if training else 0.0)
     states = workload.numbers.gradient_bytes + state_bytes(workload.optimizer, workload.precision)
     return Amounts(
         graph=graph,
@@ -251,7 +250,7 @@ def amounts_of(
         in_flight=in_flight,
         float_bytes=workload.float_bytes,
         parameter_bytes=workload.numbers.value_bytes + (states if training else 0),
-        op_seconds=seconds,
+        op_seconds=costs.microbatch_s(trains=training),
     )
 
 

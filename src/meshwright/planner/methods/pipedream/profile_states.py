@@ -128,10 +128,7 @@ def make_profile(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKin
 
 
 def _op_seconds(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKind) -> Floats:
-    costs = cost.estimate_ops(graph, batch_size, kind)
-    if graph.mode == "inference":
-        return costs.forward_s
-    return costs.forward_s + costs.backward_s + costs.accumulate_s
+    return cost.estimate_ops(graph, batch_size, kind).microbatch_s(trains=graph.mode == "training")
 
 
 def _remove(name: str, reads: dict[str, list[str]]) -> None:
