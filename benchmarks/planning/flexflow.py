@@ -26,10 +26,8 @@ CORES, WANTED_PER_S, WITHIN = 2, 20_000, 1.02
 # Proposals of a second, shorter search of the larger spaces, which is not scored.
 FEW = 1000
 ARMS = {
-    "to the end, in full": {"cut": False, "follows_changes": False},
-    "until certain, in full": {"cut": True, "follows_changes": False},
-    "to the end, by changes": {"cut": False, "follows_changes": True},
-    "until certain, by changes": {"cut": True, "follows_changes": True},
+    "to the end": {"cut": False},
+    "until certain": {"cut": True},
 }
 
 
@@ -63,20 +61,19 @@ def rate_rows(quick: bool) -> list[Row]:
 
 
 def simulation_rows(quick: bool) -> list[Row]:
-    """Microseconds per proposal of one chain in strategies that can run: in full, by changes, by what is faster."""
+    """Microseconds per proposal of one chain in strategies that can run."""
     made = []
     for name, cluster_name, batch in SPLIT["simulations"][: 2 if quick else None]:
         cluster, graph = load_cluster(cluster_name), load_shipped_graph(name)
         cost, workload = CostModel(cluster=cluster), Workload(global_batch=batch)
         space = soap_space(graph, cluster, workload, cost, can_run=True)
         search_soap(space, num_proposals=200, num_chains=1)
-        for title, follows in (("in full", False), ("by changes", True), ("by the faster", None)):
-            taken = []
-            for _ in range(2):
-                begun = time.process_time()
-                found = search_soap(space, num_proposals=10_000, num_chains=1, follows_changes=follows)
-                taken.append((time.process_time() - begun) / found.num_simulated)
-            made.append(make_row(f"{name} on {cluster_name}, simulated {title}", min(taken) * 1e6, "µs"))
+        taken = []
+        for _ in range(2):
+            begun = time.process_time()
+            found = search_soap(space, num_proposals=10_000, num_chains=1)
+            taken.append((time.process_time() - begun) / found.num_simulated)
+        made.append(make_row(f"{name} on {cluster_name}", min(taken) * 1e6, "µs"))
     return made
 
 

@@ -19,7 +19,7 @@ from meshwright.planner.methods.flexflow.chain import ACCEPTED, SIMULATED, empty
 from meshwright.planner.methods.flexflow.configure import configure_all
 from meshwright.planner.methods.flexflow.full import shortest_tails, simulate_all
 from meshwright.planner.methods.flexflow.layers import find_layers
-from meshwright.planner.methods.flexflow.soap_arrays import COUNT, ROW, empty_schedule, empty_strategy
+from meshwright.planner.methods.flexflow.soap_arrays import empty_schedule, empty_strategy
 from meshwright.planner.methods.flexflow.soap_chains import STARTS, data_parallel
 from meshwright.planner.methods.flexflow.temperature import adjust, calibrate
 from meshwright.spec import DocumentError, PlanError, Workload, load_cluster, load_shipped_graph
@@ -111,7 +111,7 @@ def test_a_convolution_reads_the_edges_of_its_neighbours_parts():
     strategy, schedule = empty_strategy(soap), empty_schedule(soap)
     configure_all(soap, strategy, rows, np.tile([0, 1], (len(rows), 1)))
     simulate_all(soap, strategy, schedule)
-    order = schedule.order[schedule.state[ROW], : schedule.state[COUNT]]
+    order = schedule.order[: schedule.num_run[0]]
     first = 4 * len(names) + 4 * edge
     forward = [int(t) - first for t in order if first <= t < first + 4]
     # Part 0 sends a row of 32 x 64 x 56 numbers to part 1, and the other way round.
@@ -147,15 +147,15 @@ def test_chains_are_within_two_percent_of_the_optimum():
     assert best <= result.step_s * 1e12 * (1 + 1e-9) <= 1.02 * best
 
 
-def test_every_engine_walks_the_same_way():
+def test_a_walk_that_cuts_simulations_short_goes_the_same_way():
     space = make_space("resnet-tiny", "4xA100", 16)
     tails, ends = shortest_tails(space.soap), []
-    for follows_changes, cut in ((False, False), (False, True), (True, False), (True, True)):
+    for cut in (False, True):
         chain = empty_chain(space.soap)
         start(space.soap, chain, *data_parallel(space))
-        walk(space.soap, chain, np.random.default_rng(3), tails, 1500, 1e-8, follows_changes, cut)
+        walk(space.soap, chain, np.random.default_rng(3), tails, 1500, 1e-8, cut)
         ends.append((chain.strategy.candidate.tolist(), chain.step_ps.tolist(), chain.tally[:4].tolist()))
-    assert all(end == ends[0] for end in ends)
+    assert ends[1] == ends[0]
     assert ends[0][2][SIMULATED] == 1500
     assert 0 < ends[0][2][ACCEPTED] < 1500
 

@@ -1,20 +1,13 @@
-"""The simulations of SOAP strategies: the full one against an independent one, changes against the full one."""
+"""The simulation of SOAP strategies, against an independent one and itself."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.methods.flexflow.chain import (
-    begin_change,
-    keep,
-    release,
-    simulate_change,
-    take_back,
-)
 from meshwright.planner.methods.flexflow.configure import configure, configure_all
-from meshwright.planner.methods.flexflow.full import BEYOND, NO_LIMIT, shortest_tails, simulate_all
-from meshwright.planner.methods.flexflow.soap_arrays import COUNT, END, READY, ROW, empty_schedule, empty_strategy
+from meshwright.planner.methods.flexflow.full import BEYOND, shortest_tails, simulate_all, simulate_within
+from meshwright.planner.methods.flexflow.soap_arrays import END, READY, empty_schedule, empty_strategy
 from meshwright.planner.methods.flexflow.soap_spaces import LayerTable, SoapMachine, Weight, assemble
 from tests.planner.methods.soap_oracle import simulate
 from tests.planner.methods.soap_problems import (
@@ -41,7 +34,7 @@ problems = st.builds(
 
 
 def times_of(made, schedule):
-    order = schedule.order[schedule.state[ROW], : schedule.state[COUNT]]
+    order = schedule.order[: schedule.num_run[0]]
     return {int(task): (int(made.task[task, READY]), int(made.task[task, END])) for task in order}
 
 
@@ -52,7 +45,7 @@ def simulated(soap, strategy):
 
 
 @given(problems)
-def test_full_simulation_is_that_of_the_oracle(drawn):
+def test_simulation_is_that_of_the_oracle(drawn):
     random, options = drawn
     problem = draw_problem(random, **options)
     soap = make_soap(problem)
@@ -66,57 +59,20 @@ def test_full_simulation_is_that_of_the_oracle(drawn):
         assert found.keys() == times.keys()
 
 
-def change(random, problem, soap, strategy, made, schedule, num_layers, limit=NO_LIMIT, gives_up=False):
-    """Change some layers at random; the new strategy and its step time."""
-    changed = np.sort(random.choice(len(strategy), min(num_layers, len(strategy)), replace=False))
-    new = list(strategy)
-    begin_change(schedule)
-    for layer in changed:
-        release(soap, made, schedule, layer)
-    for layer in changed:
-        new[layer] = row, devices = draw_configuration(random, problem[0][layer], len(soap.kind))
-        configure(soap, made, layer, soap.candidates[layer] + row, devices)
-    return new, simulate_change(soap, made, schedule, changed, limit, shortest_tails(soap), gives_up)
-
-
-@settings(deadline=None)
-@given(problems, st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), min_size=1, max_size=8))
-def test_changes_are_simulated_bit_for_bit(drawn, changes):
-    random, options = drawn
-    problem = draw_problem(random, **options)
-    soap = make_soap(problem)
-    strategy = draw_strategy(random, problem[0], options["num_devices"])
-    _, made, schedule = simulated(soap, strategy)
-    for num_layers, is_kept, gives_up in changes:
-        new, step = change(random, problem, soap, strategy, made, schedule, num_layers, gives_up=gives_up)
-        expected, fresh, full = simulated(soap, new)
-        assert step == expected
-        if is_kept:
-            strategy = new
-            keep(schedule)
-        else:
-            take_back(made, schedule)
-            configure_all(soap, made, *as_arrays(soap, strategy))
-            _, fresh, full = simulated(soap, strategy)
-        assert times_of(made, schedule) == times_of(fresh, full)
-        order = [s.order[s.state[ROW], : s.state[COUNT]].tolist() for s in (schedule, full)]
-        assert order[0] == order[1]
-        assert all((a == b).all() for a, b in zip(made[2:5], fresh[2:5], strict=True))
-
-
-@given(problems, st.floats(0.5, 1.5), st.booleans())
-def test_a_change_beyond_the_limit_is_refused_and_no_other(drawn, factor, gives_up):
+@given(problems, st.floats(0.5, 1.5))
+def test_a_step_beyond_the_limit_is_refused_and_no_other(drawn, factor):
     random, options = drawn
     problem = draw_problem(random, **options)
     soap = make_soap(problem)
     strategy = draw_strategy(random, problem[0], options["num_devices"])
     step, made, schedule = simulated(soap, strategy)
-    before, limit = times_of(made, schedule), int(step * factor)
-    new, found = change(random, problem, soap, strategy, made, schedule, 1, limit, gives_up)
-    expected = simulated(soap, new)[0]
+    layer, limit = int(random.integers(len(strategy))), int(step * factor)
+    strategy[layer] = row, devices = draw_configuration(random, problem[0][layer], len(soap.kind))
+    configure(soap, made, layer, soap.candidates[layer] + row, devices)
+    found = simulate_within(soap, made, schedule, limit, shortest_tails(soap))
+    expected, fresh, _ = simulated(soap, strategy)
     assert found == (BEYOND if expected > limit else expected)
-    take_back(made, schedule)
-    assert times_of(made, schedule) == before
+    assert all((a == b).all() for a, b in zip(made[2:5], fresh[2:5], strict=True))
 
 
 def test_a_ring_moves_twice_all_but_one_share():

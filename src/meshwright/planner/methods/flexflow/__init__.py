@@ -1,10 +1,10 @@
-"""FlexFlow: Markov chains over the SOAP space, on a simulator that can follow changes (Jia et al. 2019).
+"""FlexFlow: Markov chains over the SOAP space (Jia et al. 2019).
 
 graph     → layers, SOAP dims, legal degrees          `layers`
           → seconds and bytes of every part, arrays   `soap_spaces`, `soap_arrays`
 strategy  → task graph                                `configure`
           → parts, placement                          `lowering`, `placing`
-          → step time                                 `full`, `chain` (by changes)
+          → step time                                 `full`
 search    → proposals, Metropolis' rule               `chain`, `temperature`, `soap_chains`
           → strategy, table, document                 `soap_result`
 """

@@ -18,12 +18,9 @@ from meshwright.compiled import compiled
 from meshwright.planner.methods.flexflow.soap_arrays import (
     AFTER,
     BEFORE,
-    COUNT,
     END,
-    ENDS,
     NEED,
     READY,
-    ROW,
     TIME,
     Integers,
     Schedule,
@@ -51,30 +48,21 @@ def simulate_within(soap: Soap, strategy: Strategy, schedule: Schedule, limit_ps
 
     ``tail_ps``: from `shortest_tails`.
     """
-    row, limit = schedule.order[schedule.state[ROW]], limit_ps - fixed_end(soap, strategy)
-    count, last = run_all(soap, strategy, schedule, row, limit, tail_ps)
+    last = _run_all(soap, strategy, schedule, limit_ps - fixed_end(soap, strategy), tail_ps)
     if last == BEYOND:
         return BEYOND
-    schedule.state[COUNT], schedule.state[ENDS] = count, last
     step = finish(soap, strategy, schedule, last)
     return BEYOND if step > limit_ps else step
 
 
 @compiled
-def run_all(
-    soap: Soap, strategy: Strategy, schedule: Schedule, order: Integers, limit_ps: int, tail_ps: Integers
-) -> tuple[int, int]:
-    """Run all tasks that no barrier holds back: how many there are, and when the last ends.
+def _run_all(soap: Soap, strategy: Strategy, schedule: Schedule, limit_ps: int, tail_ps: Integers) -> int:
+    """Run all tasks that no barrier holds back; return when the last ends.
 
-    The latter is `BEYOND` as soon as what must follow a pass, ``tail_ps``, cannot end by ``limit_ps``.
+    `BEYOND` as soon as what must follow a pass, ``tail_ps``, cannot end by ``limit_ps``.
     """
-    task, pool, heap_ps, heap, free_ps = (
-        strategy.task,
-        strategy.pool,
-        schedule.heap_ps,
-        schedule.heap,
-        schedule.free_ps,
-    )
+    task, pool = strategy.task, strategy.pool
+    heap_ps, heap, free_ps = schedule.heap_ps, schedule.heap, schedule.free_ps
     first_transfer = 2 * len(soap.trains) << soap.shift
     first_sync = first_transfer + (2 * len(soap.source) << (2 * soap.shift))
     size = _begin(soap, strategy, schedule)
@@ -85,9 +73,9 @@ def run_all(
         size = pop(heap_ps, heap, size)
         end = run_task(task, pool, free_ps, number, ready)
         if number < first_transfer and end + tail_ps[number >> soap.shift] > limit_ps:
-            return count, BEYOND
+            return BEYOND
         task[number, END] = end
-        order[count], count = number, count + 1
+        schedule.order[count], count = number, count + 1
         last = max(last, end)
         section = task[number, AFTER] + 1
         for _ in range(pool[section - 1]):
@@ -103,7 +91,8 @@ def run_all(
                 if task[other, NEED] == 0:
                     size = push(heap_ps, heap, size, task[other, READY], other)
             section += stride
-    return count, last
+    schedule.num_run[0] = count
+    return last
 
 
 @compiled

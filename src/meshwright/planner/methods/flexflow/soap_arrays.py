@@ -98,7 +98,7 @@ class Strategy(NamedTuple):
 
     ``candidate`` (n,), ``device`` (n, P), ``num_shards`` (W,), ``memory_bytes`` and ``update_ps`` (D,).
 
-    ``task`` (T, 8) has the columns below. ``pool`` has lists: of what waits for a task from ``task[t, AFTER]`` on and
+    ``task`` (T, 7) has the columns below. ``pool`` has lists: of what waits for a task from ``task[t, AFTER]`` on and
     of what it waits for from ``task[t, BEFORE]`` on, each as sections of ``1 + P`` places, a count and that
     number of tasks; and of what it holds from ``task[t, HELD]`` on, a count and that number of devices, or links, which
     come behind the devices. A pass has a section for its other pass and syncs, and one per edge of its layer,
@@ -117,30 +117,23 @@ class Strategy(NamedTuple):
     share: Integers
 
 
-# Columns of `Strategy.task`: what it takes; when it is ready and ends; how many it waits for still, and what is known
-# of it; and its lists. The time is 0 of a transfer within a device, and of the sync of what one device has alone.
-TIME, READY, END, NEED, MARK, AFTER, BEFORE, HELD = range(8)
+# Columns of `Strategy.task`: what it takes; when it is ready and ends; how many it waits for still; and its lists.
+# The time is 0 of a transfer within a device, and of the sync of what one device has alone.
+TIME, READY, END, NEED, AFTER, BEFORE, HELD = range(7)
 
 
 class Schedule(NamedTuple):
-    """In which order the tasks of a strategy run: ``order`` (2, T), row ``state[ROW]`` of it up to ``state[COUNT]``.
+    """In which order the tasks of a strategy run: the first ``num_run`` (1,) entries of ``order`` (T,).
 
-    ``state[ENDS]`` is when the last one ends. The rest is room to work in: ``free_ps`` by device and link, a heap, the
-    tasks of a change, a log (T, 3) of what it moved (task, ready, end), and (2 n,) zeros.
+    The rest is room to work in: ``free_ps`` by device and link, a heap, and (2 n,) zeros.
     """
 
     order: Integers
-    state: Integers
+    num_run: Integers
     free_ps: Integers
     heap_ps: Integers
     heap: Integers
-    changed: Integers
-    log: Integers
     no_tail_ps: Integers
-
-
-# Entries of `Schedule.state`.
-ROW, COUNT, ENDS, NEW_COUNT, NEW_ENDS, STAMP, NOTED, SIZE, MOVED = range(9)
 
 
 def num_tasks(soap: Soap) -> int:
@@ -175,7 +168,7 @@ def _empty_tasks(soap: Soap) -> tuple[Integers, Lists]:
     num_transfers, num_syncs = 2 * len(soap.source) * width**2, len(soap.weight_layer) * width
     reads, makes = (1 + np.repeat(np.diff(offsets), width) for offsets in (soap.in_offsets, soap.out_offsets))
     transfers, syncs = np.ones(num_transfers, np.int64), np.ones(num_syncs, np.int64)
-    task, end = np.zeros((num_tasks(soap), 8), np.int64), 0
+    task, end = np.zeros((num_tasks(soap), 7), np.int64), 0
     places = []
     for column, passes in ((AFTER, (makes, reads)), (BEFORE, (reads, makes))):
         sections = np.concatenate([*passes, transfers, 0 * syncs if column == AFTER else syncs])
@@ -194,15 +187,11 @@ def _empty_tasks(soap: Soap) -> tuple[Integers, Lists]:
 def empty_schedule(soap: Soap) -> Schedule:
     """Room for the schedule of any strategy."""
     count = num_tasks(soap)
-    # A task is in the heap once for each that it waits for, at most; what is stale stays until its time.
-    heap = 4 * count + 64
     return Schedule(
-        order=np.zeros((2, count), np.int64),
-        state=np.zeros(9, np.int64),
+        order=np.zeros(count, np.int64),
+        num_run=np.zeros(1, np.int64),
         free_ps=np.zeros(len(soap.kind) + soap.num_links, np.int64),
-        heap_ps=np.zeros(heap, np.int64),
-        heap=np.zeros(heap, np.int64),
-        changed=np.zeros(count, np.int64),
-        log=np.zeros((count, 3), np.int64),
+        heap_ps=np.zeros(count, np.int64),
+        heap=np.zeros(count, np.int64),
         no_tail_ps=np.zeros(2 * len(soap.trains), np.int64),
     )

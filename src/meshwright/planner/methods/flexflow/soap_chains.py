@@ -5,9 +5,6 @@ of its own (`temperature`); half to going on from the best of them. After every 
 proposals, a chain goes back to the best strategy since its start, as FlexFlow's does. Chains run side by side on the
 cores of the machine, each with random numbers of its own, and know nothing of each other; so the same seed and number
 of proposals give the same answer on any machine. With a time instead, they do as much as they can.
-
-A proposal is simulated in full or by changes (`chain`), with the same result. A chain takes what was faster when it
-last tried both, and tries the other one in every sixteenth round.
 """
 
 from __future__ import annotations
@@ -115,8 +112,6 @@ def _most(space: SoapSpace, layer: int, kind: str) -> int:
 # Proposals that a temperature is found from.
 _WARM_UP = 128
 _MOST_IN_A_ROUND = 1000
-# Rounds that try both simulations in turn, and how often the slower one is tried again.
-_TRIED, _TRIED_AGAIN = 4, 16
 # Beta times the step where no proposal made it longer: one that does by a hundredth is accepted with 1 / e.
 _PER_STEP = 100.0
 
@@ -159,11 +154,6 @@ class _Run:
     random: np.random.Generator
     tail_ps: Integers
     cut: bool
-    follows_changes: bool | None
-    num_rounds: int = 0
-    # Seconds of a proposal, in full and by changes, and the number of the latter.
-    taken_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    num_followed: int = 0
     step_ps: int = 0
     best: StrategyArrays | None = None
     history: list[tuple[int, int]] = field(default_factory=list)
@@ -179,26 +169,14 @@ class _Run:
         beta = calibrate(rises[: sample_rises(soap, chain, random, rises)]) or _PER_STEP / first_ps
         while budget.share(chain) < until:
             before = chain.tally.copy()
-            follows, begun = self._choose(), time.perf_counter()
-            walk(soap, chain, random, self.tail_ps, budget.round_length(chain), beta, follows, self.cut)
+            walk(soap, chain, random, self.tail_ps, budget.round_length(chain), beta, self.cut)
             counts = chain.tally - before
             if not counts[SIMULATED]:
                 break
-            self.taken_s[follows] = (time.perf_counter() - begun) / int(counts[SIMULATED])
-            self.num_followed += follows * int(counts[SIMULATED])
             beta = adjust(beta, int(counts[WORSE_ACCEPTED]), int(counts[WORSE]))
             self._note()
             reset(soap, chain)
         self.starts[name] = first_ps, int(chain.step_ps[1])
-
-    def _choose(self) -> bool:
-        """Whether the next round is simulated by changes."""
-        self.num_rounds += 1
-        if self.follows_changes is not None:
-            return self.follows_changes
-        if self.num_rounds <= _TRIED:
-            return self.num_rounds % 2 == 0
-        return (self.taken_s[1] < self.taken_s[0]) != (self.num_rounds % _TRIED_AGAIN == 0)
 
     def _note(self) -> None:
         if self.best is None or self.chain.step_ps[1] < self.step_ps:
@@ -215,13 +193,11 @@ def search_soap(
     num_chains: int = 2,
     seed: int = 0,
     cut: bool = True,
-    follows_changes: bool | None = None,
 ) -> SoapResult:
     """Return the best strategy that ``num_chains`` chains find with ``num_proposals`` in total, or within ``seconds``.
 
-    ``cut``: the simulation of a proposal ends as soon as it is certain that it is refused. ``follows_changes``: delta
-    instead of full simulation, which is faster where changes move few tasks; by default whichever is faster. Neither
-    changes the answer. Raises PlanError unless one of proposals and seconds is given, positive, and there is a chain.
+    ``cut``: the simulation of a proposal ends as soon as it is certain that it is refused; the answer is the same.
+    Raises PlanError unless one of proposals and seconds is given, positive, and there is a chain.
     """
     wanted = [budget for budget in (num_proposals, seconds) if budget is not None]
     if len(wanted) != 1 or not wanted[0] > 0 or num_chains < 1:
@@ -231,7 +207,7 @@ def search_soap(
         )
     begun, tail_ps = time.monotonic(), shortest_tails(space.soap)
     runs = [
-        _Run(space, empty_chain(space.soap), np.random.default_rng(child), tail_ps, cut, follows_changes)
+        _Run(space, empty_chain(space.soap), np.random.default_rng(child), tail_ps, cut)
         for child in np.random.SeedSequence(seed).spawn(num_chains)
     ]
     each = None if num_proposals is None else max(num_proposals // num_chains, 1)
@@ -265,7 +241,6 @@ def search_soap(
             for name, (first, last) in run.starts.items()
         },
         tally=tuple(map(int, tally)),
-        num_followed=sum(run.num_followed for run in done),
         seed=seed,
         wall_s=time.monotonic() - begun,
     )

@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.planner.methods.flexflow.chain import ACCEPTED, CUT, SIMULATED, WORSE, WORSE_ACCEPTED
 from meshwright.planner.methods.flexflow.configure import configure_all
 from meshwright.planner.methods.flexflow.full import simulate_all
-from meshwright.planner.methods.flexflow.soap_arrays import COUNT, HELD, ROW, TIME, empty_schedule, empty_strategy
+from meshwright.planner.methods.flexflow.soap_arrays import HELD, TIME, empty_schedule, empty_strategy
 from meshwright.spec import DocumentError, format_bytes, format_seconds
 from meshwright.spec.plan_files import STRATEGY
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -30,7 +30,7 @@ class SoapResult:
     """A strategy (``candidates`` (n,), ``devices`` (n, P)) and its simulated seconds.
 
     ``history``: (proposals of its chain, best step so far in s). ``starts``: step of each start, and of the best that a
-    chain reached from there. ``tally``: see `chain`. ``num_followed``: proposals that were simulated by changes.
+    chain reached from there. ``tally``: see `chain`.
     """
 
     space: SoapSpace
@@ -40,7 +40,6 @@ class SoapResult:
     history: tuple[tuple[int, float], ...]
     starts: Mapping[str, tuple[float, float]]
     tally: tuple[int, ...]
-    num_followed: int
     seed: int
     wall_s: float
 
@@ -84,7 +83,7 @@ class SoapResult:
         soap, width = self.space.soap, 1 << self.space.soap.shift
         num_passes = 2 * len(soap.trains) * width
         first_sync = num_passes + 2 * len(soap.source) * width**2
-        order = schedule.order[schedule.state[ROW], : schedule.state[COUNT]]
+        order = schedule.order[: schedule.num_run[0]]
         times = strategy.task[order, TIME] / PICOSECONDS_PER_SECOND
         passes, syncs = order < num_passes, order >= first_sync
         busy = np.zeros(len(soap.kind))
@@ -100,7 +99,6 @@ class SoapResult:
                 f"{moved} transfers, {format_seconds(float(times[~passes & ~syncs].sum()))} of links; {sums}.",
                 f"Fullest device {format_bytes(int(strategy.memory_bytes.max()))}.",
                 f"{self.num_simulated:,} proposals simulated in {format_seconds(self.wall_s)}, "
-                f"{self.num_followed:,} of them by changes, "
                 f"{self.tally[CUT]:,} until it was certain that they are refused; "
                 f"{self.acceptance_rate:.1%} accepted, {self.tally[WORSE_ACCEPTED] / longer:.1%} of those that were "
                 f"longer. Seed {self.seed}.",
