@@ -29,14 +29,22 @@ def loop(request):
     return request.param
 
 
+def run_one(loop, gate, scenario, token=None, **limits):
+    """Run a scenario (client, server) of one connection; returns what it returns."""
+
+    async def connected(server, connect):
+        return await scenario(await connect(), server)
+
+    return run(loop, gate, connected, token, **limits)
+
+
 def asked(loop, gate, *messages, token=None, **limits):
     """Answers to messages, one after the other on one connection."""
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         return [await client.ask(message) for message in messages]
 
-    return run(loop, gate, scenario, token, **limits)
+    return run_one(loop, gate, scenario, token, **limits)
 
 
 def told(answer):
@@ -79,12 +87,11 @@ def test_pages(loop, tmp_path):
 
 
 def test_a_head_has_the_length_of_what_is_left_out(loop, tmp_path):
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         first = await client.ask(get("/v2", method="HEAD"), is_head=True)
         return first, await client.ask(get("/v2"))
 
-    (_, head, _), (_, whole, body) = run(loop, FakeGate(tmp_path), scenario)
+    (_, head, _), (_, whole, body) = run_one(loop, FakeGate(tmp_path), scenario)
     assert head["content-length"] == whole["content-length"] == str(len(body))
 
 
@@ -197,15 +204,14 @@ def test_a_failure_of_ours_is_told_and_logged(loop, tmp_path, caplog):
 def test_models_come_and_go(loop, tmp_path):
     gate = FakeGate(tmp_path)
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         first = await client.ask(GOOD)
         gate.models = {"n": facts(tmp_path, name="n", number=1)}
         second = await client.ask(GOOD)
         third = await client.ask(post(request(), "/v2/models/n/infer"))
         return first[0], second[0], third[0], server.front.counts
 
-    *statuses, counts = run(loop, gate, scenario)
+    *statuses, counts = run_one(loop, gate, scenario)
     assert statuses == [200, 404, 200]
     assert counts.models["m"].statuses == {200: 1}
     assert counts.models["n"].statuses == {200: 1}
@@ -235,8 +241,7 @@ def test_deadlines_that_are_asked_for(loop, tmp_path, headers, parameters, expec
 def test_a_deadline_counts_from_the_first_byte(loop, tmp_path):
     gate = FakeGate(tmp_path)
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         before = time.monotonic_ns()
         # What is answered came together with the first part of the other request.
         await client.ask(get("/v2") + GOOD[:20])
@@ -245,7 +250,7 @@ def test_a_deadline_counts_from_the_first_byte(loop, tmp_path):
         await client.ask(GOOD[20:])
         return before, after
 
-    before, after = run(loop, gate, scenario)
+    before, after = run_one(loop, gate, scenario)
     assert before <= gate.submitted[0].deadline_ns - SLO_NS <= after
 
 
@@ -335,17 +340,15 @@ def test_pipelined_requests_are_answered_in_order(loop, tmp_path):
     waiting = []
     gate = FakeGate(tmp_path, decide=waiting.append)
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.send(b"".join(post(request(id=str(number))) for number in range(5)) + get("/v2") + post(b"x"))
-        while len(waiting) < 5:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(waiting) == 5)
         for ticket in reversed(waiting):
             copy_inputs(ticket)
             gate.tell(ticket, Fate.LATE if ticket is waiting[2] else Fate.DONE)
         return [await client.answer() for _ in range(7)]
 
-    answers = run(loop, gate, scenario)
+    answers = run_one(loop, gate, scenario)
     assert [answer[0] for answer in answers] == [200, 200, 503, 200, 200, 200, 400]
     assert [json.loads(answers[place][2])["id"] for place in (0, 1, 3, 4)] == ["0", "1", "3", "4"]
 
@@ -354,14 +357,13 @@ def test_many_pipelined_requests(loop, tmp_path):
     """More than are taken at once, and more than the slab has room for."""
     number = 2000
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         sending = asyncio.ensure_future(client.send(GOOD * number + get("/v2/models/m") * number))
         statuses = [(await client.answer())[0] for _ in range(2 * number)]
         await sending
         return statuses, server.front.counts
 
-    statuses, counts = run(loop, FakeGate(tmp_path), scenario)
+    statuses, counts = run_one(loop, FakeGate(tmp_path), scenario)
     assert statuses == [200] * 2 * number
     assert counts.models["m"].statuses[200] == number
 
@@ -373,12 +375,11 @@ def test_what_waits_behind_an_answer_can_have_its_slots(loop, tmp_path):
     gate = FakeGate(tmp_path, model, decide=lambda ticket: Fate.DONE)
     assert len(model.slab) == 1
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.send(post(request(parameters={"binary_data_output": True})) * 3)
         return [(await client.answer())[0] for _ in range(3)]
 
-    assert run(loop, gate, scenario) == [200] * 3
+    assert run_one(loop, gate, scenario) == [200] * 3
 
 
 @pytest.mark.long
@@ -416,15 +417,14 @@ def test_bodies_in_pieces(loop, tmp_path, receives, size):
     else:
         message = post(body)
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         for at in range(min(len(message), 200)):
             await client.send(message[at : at + 1])
             await asyncio.sleep(0)
         answers = [await client.ask(message[200:])]
         return [*answers, await client.ask(GOOD)], server.receiving_bytes
 
-    answers, left = run(loop, FakeGate(tmp_path), scenario)
+    answers, left = run_one(loop, FakeGate(tmp_path), scenario)
     assert [answer[0] for answer in answers] == [200, 200]
     assert left == 0
 
@@ -467,20 +467,18 @@ def test_connections_are_kept_or_not(loop, tmp_path):
 
 
 def test_what_follows_the_last_request_is_passed_over(loop, tmp_path):
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.send(post(request(), headers="Connection: close\r\n") + GOOD + b"\x00nonsense")
         return await client.answer(), await client.at_end()
 
-    (status, headers, _), is_closed = run(loop, FakeGate(tmp_path), scenario)
+    (status, headers, _), is_closed = run_one(loop, FakeGate(tmp_path), scenario)
     assert (status, headers["connection"], is_closed) == (200, "close", True)
 
 
 def test_continue(loop, tmp_path):
     head, body = post(request(), headers="Expect: 100-continue\r\n").split(b"\r\n\r\n")
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         first = await client.ask(head + b"\r\n\r\n")
         second = await client.ask(body)
         # Behind another request it is told only after that one's answer.
@@ -490,20 +488,19 @@ def test_continue(loop, tmp_path):
         sixth = await client.ask(head.replace(b"100-continue", b"something") + b"\r\n\r\n")
         return [answer[0] for answer in (first, second, third, fourth, fifth, sixth)]
 
-    assert run(loop, FakeGate(tmp_path), scenario) == [100, 200, 200, 100, 200, 417]
+    assert run_one(loop, FakeGate(tmp_path), scenario) == [100, 200, 200, 100, 200, 417]
 
 
 def test_a_wish_for_another_protocol_is_passed_over(loop, tmp_path):
     wish = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.send(get("/v2", wish) + get("/v2", wish) + get("/v2"))
         kept = [(await client.answer())[0] for _ in range(3)]
         with_body = await client.ask(post(request(), headers=wish))
         return kept, told(with_body), await client.at_end()
 
-    kept, (status, sentence), is_closed = run(loop, FakeGate(tmp_path), scenario)
+    kept, (status, sentence), is_closed = run_one(loop, FakeGate(tmp_path), scenario)
     assert kept == [200] * 3
     assert status == 400
     assert "another protocol" in sentence
@@ -548,12 +545,11 @@ def test_a_wish_for_another_protocol_is_passed_over(loop, tmp_path):
     ],
 )
 def test_what_is_no_request_is_told_and_closed(loop, tmp_path, message, status, sentence):
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         answer = await client.ask(message)
         return told(answer), answer[1]["connection"], await client.at_end()
 
-    (given_status, given_sentence), connection, is_closed = run(
+    (given_status, given_sentence), connection, is_closed = run_one(
         loop, FakeGate(tmp_path), scenario, header_bytes=256, body_bytes=4096
     )
     assert (given_status, connection, is_closed) == (status, "close", True)
@@ -561,12 +557,11 @@ def test_what_is_no_request_is_told_and_closed(loop, tmp_path, message, status, 
 
 
 def test_what_was_asked_before_is_answered_before_a_refusal(loop, tmp_path):
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.send(GOOD * 3 + b"\x00\r\n\r\n")
         return [(await client.answer())[0] for _ in range(4)], await client.at_end()
 
-    assert run(loop, FakeGate(tmp_path), scenario) == ([200, 200, 200, 400], True)
+    assert run_one(loop, FakeGate(tmp_path), scenario) == ([200, 200, 200, 400], True)
 
 
 def test_memory_for_bodies_that_are_on_their_way(loop, tmp_path):
@@ -594,22 +589,20 @@ def test_memory_for_bodies_that_are_on_their_way(loop, tmp_path):
 
 @pytest.mark.parametrize("part", [30, *left_to_ci(1, len(GOOD) - 1)])
 def test_a_slow_request_is_told_and_closed(loop, tmp_path, part):
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.ask(GOOD)
         begin = time.monotonic()
         answer = await client.ask(GOOD[:part])
         return told(answer), time.monotonic() - begin, await client.at_end()
 
-    (status, sentence), waited, is_closed = run(loop, FakeGate(tmp_path), scenario, receive=1)
+    (status, sentence), waited, is_closed = run_one(loop, FakeGate(tmp_path), scenario, receive=1)
     assert (status, is_closed) == (408, True)
     assert "within 1 s" in sentence
     assert 0.98 < waited < 10
 
 
 def test_a_slow_request_is_not_saved_by_coming_bit_by_bit(loop, tmp_path):
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
 
         async def trickle():
             for at in range(len(GOOD) - 1):
@@ -621,7 +614,7 @@ def test_a_slow_request_is_not_saved_by_coming_bit_by_bit(loop, tmp_path):
         sending.cancel()
         return answer[0]
 
-    assert run(loop, FakeGate(tmp_path), scenario, receive=0.3) == 408
+    assert run_one(loop, FakeGate(tmp_path), scenario, receive=0.3) == 408
 
 
 @pytest.mark.long
@@ -643,37 +636,33 @@ def test_a_request_that_is_under_way_is_not_idle(loop, tmp_path):
     waiting = []
     gate = FakeGate(tmp_path, decide=waiting.append)
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.send(GOOD)
         await until(lambda: waiting)
         await asyncio.sleep(1.2)
         gate.tell(waiting[0], Fate.LATE)
         return (await client.answer())[0]
 
-    assert run(loop, gate, scenario, idle=0.5, receive=0.5) == 503
+    assert run_one(loop, gate, scenario, idle=0.5, receive=0.5) == 503
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_who_goes_cancels(loop, tmp_path, how):
     gate = FakeGate(tmp_path, decide=lambda ticket: None)
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.send(GOOD * 2)
-        while len(gate.submitted) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(gate.submitted) >= 2)
         if how == "reset":
             peer = client.writer.get_extra_info("socket")
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.writer.transport.abort()
         else:
             client.close()
-        while server.front.counts.connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: server.front.counts.connections == 0)
         return server.front.counts.cancelled
 
-    assert run(loop, gate, scenario) == 2
+    assert run_one(loop, gate, scenario) == 2
     assert gate.cancelled == gate.submitted
     assert len(gate.models["m"].idle) == len(gate.models["m"].slab)
 
@@ -686,8 +675,7 @@ def test_no_more_connections_than_there_may_be(loop, tmp_path):
         refused, is_closed = await late.ask(GOOD), await late.at_end()
         clients[0].close()
         late.close()
-        while server.front.counts.connections > 1:
-            await asyncio.sleep(0.001)
+        await until(lambda: server.front.counts.connections <= 1)
         again = await (await connect()).ask(GOOD)
         return told(refused), refused[1]["retry-after"], is_closed, again[0], server.front.counts.refused
 
@@ -705,8 +693,7 @@ def test_an_end_answers_what_is_under_way(loop, tmp_path):
         await idle.ask(get("/v2"))
         await busy.send(GOOD * 2)
         await half.ask(get("/v2") + GOOD[:50])
-        while len(waiting) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(waiting) >= 2)
         ending = asyncio.ensure_future(server.drain(10.0))
         assert await idle.at_end()
 
@@ -722,8 +709,7 @@ def test_an_end_answers_what_is_under_way(loop, tmp_path):
 
         await until(is_refused)
         await half.send(GOOD[50:])
-        while len(waiting) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(waiting) >= 3)
         for ticket in waiting:
             copy_inputs(ticket)
             gate.tell(ticket, Fate.DONE)
@@ -740,15 +726,13 @@ def test_an_end_answers_what_is_under_way(loop, tmp_path):
 def test_an_end_does_not_wait_forever(loop, tmp_path):
     gate = FakeGate(tmp_path, decide=lambda ticket: None)
 
-    async def scenario(server, connect):
-        client = await connect()
+    async def scenario(client, server):
         await client.send(GOOD)
-        while not gate.submitted:
-            await asyncio.sleep(0.001)
+        await until(lambda: gate.submitted)
         await server.drain(0.1)
         return len(gate.cancelled), await client.at_end()
 
-    assert run(loop, gate, scenario) == (1, True)
+    assert run_one(loop, gate, scenario) == (1, True)
 
 
 @given(st.integers(0, 2**50))

@@ -334,12 +334,10 @@ def test_who_goes_cancels(loop, tmp_path):
             f"127.0.0.1:{server.port}", options=[("grpc.use_local_subchannel_pool", 1)]
         ) as other:
             gone = asyncio.create_task(outcome(call(other, request())))
-            while len(gate.submitted) < 5:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(gate.submitted) >= 5)
         for each in waiting[:2]:
             each.cancel()
-        while len(gate.cancelled) < 4:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(gate.cancelled) >= 4)
         gate.tell(next(each for each in gate.submitted if each not in gate.cancelled), Fate.LATE)
         await asyncio.wait([gone])
         return (await late)[0], (await outcome(waiting[2]))[0], server._front.counts.cancelled
@@ -388,8 +386,7 @@ def test_no_more_calls_than_there_may_be(tmp_path):
 
     async def scenario(_, channel):
         first = asyncio.create_task(outcome(call(channel, request())))
-        while not gate.submitted:
-            await asyncio.sleep(0.01)
+        await until(lambda: gate.submitted)
         second = await outcome(call(channel, request()))
         gate.tell(gate.submitted[0], copy_inputs(gate.submitted[0]))
         return (await first)[0], second[0]
@@ -411,8 +408,7 @@ def test_no_more_connections_than_there_may_be(tmp_path):
 def test_idle_connections_are_closed_and_made_again(tmp_path):
     async def scenario(_, channel):
         first = await outcome(call(channel, request()))
-        while channel.get_state() == grpc.ChannelConnectivity.READY:
-            await asyncio.sleep(0.05)
+        await until(lambda: channel.get_state() != grpc.ChannelConnectivity.READY)
         return first[0], (await outcome(call(channel, request())))[0]
 
     assert run(FakeGate(tmp_path), scenario, idle=0.3) == (grpc.StatusCode.OK, grpc.StatusCode.OK)
@@ -426,8 +422,7 @@ def test_both_protocols_end_together(loop, tmp_path):
         http = HttpServer(server._front, server._front.server)
         await http.listen("127.0.0.1", 0, False)
         under_way = asyncio.create_task(outcome(call(channel, request())))
-        while not gate.submitted:
-            await asyncio.sleep(0.01)
+        await until(lambda: gate.submitted)
         ending = asyncio.gather(server.drain(10), http.drain(10))
         await asyncio.sleep(0)
         further = [await outcome(call(channel, request())), await outcome(call(channel, b"", "ServerReady"))]
@@ -535,8 +530,7 @@ def test_an_answer_on_a_slow_line_arrives_before_the_end(tmp_path):
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
             first = asyncio.create_task(outcome(call(channel, request())))
-            while not gate.submitted:
-                await asyncio.sleep(0.005)
+            await until(lambda: gate.submitted)
             ending = asyncio.create_task(server.drain(20))
             further = []
             while not ending.done():
@@ -555,8 +549,7 @@ def test_an_end_does_not_wait_forever(tmp_path):
 
     async def scenario(server, channel):
         under_way = asyncio.create_task(outcome(call(channel, request())))
-        while not gate.submitted:
-            await asyncio.sleep(0.01)
+        await until(lambda: gate.submitted)
         await server.drain(0.1)
         return (await under_way)[0]
 
