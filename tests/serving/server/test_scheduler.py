@@ -144,22 +144,42 @@ def run_with(folder, given, scenario):
         asyncio.run(main(scheduler))
 
 
-def test_requests_are_answered_with_what_their_own_slots_hold(tmp_path):
-    async def scenario(client):
-        worker = FakeWorker(tmp_path, 0)
-        await until(lambda: client.gate.is_ready, worker)
-        for number in range(40):
-            client.ask(number)
-        client.ask(40, count=3)
-        while len(client.told) < 41:
-            await until(lambda: worker.given or len(client.told) == 41, worker)
-            if worker.given:
-                worker.compute()
-        assert all(client.told[number] == (Fate.DONE, [[2 * number] * 2]) for number in range(40))
-        assert client.told[40] == (Fate.DONE, [[80, 80]] * 3)
-        assert sorted(client.gate.models["m"].idle) == list(range(512))
+def scheduled(**given):
+    """Make a test of a scenario (client, folder) beside a scheduler for such a `deployment`."""
 
-    run_with(tmp_path, deployment(), scenario)
+    def make_test(scenario):
+        return lambda tmp_path: run_with(tmp_path, deployment(**given), lambda client: scenario(client, tmp_path))
+
+    return make_test
+
+
+async def answer_all(client, worker, number):
+    """Let a worker compute until so many requests have been answered; returns the sizes of its batches."""
+    sizes = []
+    while len(client.told) < number:
+        await until(lambda: worker.given or len(client.told) == number, worker)
+        if worker.given:
+            sizes.append(worker.given[0][3])
+            worker.compute()
+    return sizes
+
+
+async def ready_worker(client, folder):
+    worker = FakeWorker(folder, 0)
+    await until(lambda: client.gate.is_ready, worker)
+    return worker
+
+
+@scheduled()
+async def test_requests_are_answered_with_what_their_own_slots_hold(client, tmp_path):
+    worker = await ready_worker(client, tmp_path)
+    for number in range(40):
+        client.ask(number)
+    client.ask(40, count=3)
+    await answer_all(client, worker, 41)
+    assert all(client.told[number] == (Fate.DONE, [[2 * number] * 2]) for number in range(40))
+    assert client.told[40] == (Fate.DONE, [[80, 80]] * 3)
+    assert sorted(client.gate.models["m"].idle) == list(range(512))
 
 
 @pytest.mark.parametrize(("slo", "guard_ns"), [(5.0, 1_000_000), (0.0021, 499_750)])
@@ -167,154 +187,128 @@ def test_before_timers_have_fired_some_time_is_left_before_them(tmp_path, slo, g
     """As far as the tightest request has it: a quarter of what is left beside its computation of 0.101 ms."""
 
     async def scenario(client):
-        worker = FakeWorker(tmp_path, 0)
-        await until(lambda: client.gate.is_ready, worker)
+        await ready_worker(client, tmp_path)
         assert client.scheduler._live.pool[GUARD] >= guard_ns  # more if one was late already
 
     run_with(tmp_path, deployment(slo=slo), scenario)
 
 
-def test_what_a_lost_worker_had_is_done_by_another(tmp_path):
-    async def scenario(client):
-        first, second = FakeWorker(tmp_path, 0), FakeWorker(tmp_path, 1)
-        await until(lambda: client.gate.is_ready and first.epoch and second.epoch, first, second)
-        for number in range(10):
-            client.ask(number)
-            await asyncio.sleep(0.01)
-        await until(lambda: first.given and second.given, first, second)
-        first.channel.close()
-        while len(client.told) < 10:
-            await until(lambda: second.given or len(client.told) == 10, second)
-            if second.given:
-                second.compute()
-        assert client.told == {number: (Fate.DONE, [[2 * number] * 2]) for number in range(10)}
-
-    run_with(tmp_path, deployment(devices=2), scenario)
+@scheduled(devices=2)
+async def test_what_a_lost_worker_had_is_done_by_another(client, tmp_path):
+    first, second = FakeWorker(tmp_path, 0), FakeWorker(tmp_path, 1)
+    await until(lambda: client.gate.is_ready and first.epoch and second.epoch, first, second)
+    for number in range(10):
+        client.ask(number)
+        await asyncio.sleep(0.01)
+    await until(lambda: first.given and second.given, first, second)
+    first.channel.close()
+    await answer_all(client, second, 10)
+    assert client.told == {number: (Fate.DONE, [[2 * number] * 2]) for number in range(10)}
 
 
-def test_a_request_that_loses_two_workers_has_failed(tmp_path):
-    async def scenario(client):
-        first = FakeWorker(tmp_path, 0)
-        await until(lambda: client.gate.is_ready, first)
-        client.ask(1)
-        await until(lambda: first.given, first)
-        first.channel.close()
-        await until(lambda: not client.gate.is_ready)
-        second = FakeWorker(tmp_path, 0)
-        await until(lambda: second.given, second)
-        second.channel.close()
-        await until(lambda: client.told)
-        assert client.told[1][0] == Fate.FAILED
-
-    run_with(tmp_path, deployment(), scenario)
+@scheduled()
+async def test_a_request_that_loses_two_workers_has_failed(client, tmp_path):
+    first = FakeWorker(tmp_path, 0)
+    await until(lambda: client.gate.is_ready, first)
+    client.ask(1)
+    await until(lambda: first.given, first)
+    first.channel.close()
+    await until(lambda: not client.gate.is_ready)
+    second = FakeWorker(tmp_path, 0)
+    await until(lambda: second.given, second)
+    second.channel.close()
+    await until(lambda: client.told)
+    assert client.told[1][0] == Fate.FAILED
 
 
-def test_what_cannot_be_in_time_is_refused_and_what_was_late_or_failed_is_told(tmp_path):
-    async def scenario(client):
-        worker = FakeWorker(tmp_path, 0)
-        await until(lambda: client.gate.is_ready, worker)
-        client.ask(0, timeout_s=0.0)
-        await until(lambda: client.told, worker)
-        assert client.told[0][0] == Fate.LATE
-        assert not worker.given
-        client.ask(1)
-        await until(lambda: worker.given, worker)
-        for number in (2, 3, 4):
-            client.ask(number)
-        await until(lambda: client.num_queued() == 3)
-        worker.compute()
-        await until(lambda: worker.given, worker)
-        worker.compute(late=[0], failed=[2])
-        await until(lambda: len(client.told) == 5)
-        assert [client.told[number][0] for number in range(5)] == [
-            Fate.LATE,
-            Fate.DONE,
-            Fate.LATE,
-            Fate.DONE,
-            Fate.FAILED,
-        ]
-
-    run_with(tmp_path, deployment(), scenario)
+@scheduled()
+async def test_what_cannot_be_in_time_is_refused_and_what_was_late_or_failed_is_told(client, tmp_path):
+    worker = await ready_worker(client, tmp_path)
+    client.ask(0, timeout_s=0.0)
+    await until(lambda: client.told, worker)
+    assert client.told[0][0] == Fate.LATE
+    assert not worker.given
+    client.ask(1)
+    await until(lambda: worker.given, worker)
+    for number in (2, 3, 4):
+        client.ask(number)
+    await until(lambda: client.num_queued() == 3)
+    worker.compute()
+    await until(lambda: worker.given, worker)
+    worker.compute(late=[0], failed=[2])
+    await until(lambda: len(client.told) == 5)
+    assert [client.told[number][0] for number in range(5)] == [
+        Fate.LATE,
+        Fate.DONE,
+        Fate.LATE,
+        Fate.DONE,
+        Fate.FAILED,
+    ]
 
 
-def test_a_cancelled_request_is_not_computed_and_gives_its_slot_back(tmp_path):
-    async def scenario(client):
-        worker = FakeWorker(tmp_path, 0)
-        await until(lambda: client.gate.is_ready, worker)
-        client.ask(0)
-        await until(lambda: worker.given, worker)
-        ticket = client.ask(1)
-        client.ask(2)
-        await until(lambda: client.num_queued() == 2)
-        client.gate.cancel(ticket)
-        client.gate.cancel(ticket)
-        await until(lambda: len(client.gate.models["m"].idle) == 510)
-        worker.compute()
-        await until(lambda: worker.given, worker)
-        assert worker.given[0][3] == 1
-        worker.compute()
-        await until(lambda: len(client.told) == 2)
-        assert client.told.keys() == {0, 2}
-        assert len(client.gate.models["m"].idle) == 512
-
-    run_with(tmp_path, deployment(), scenario)
+@scheduled()
+async def test_a_cancelled_request_is_not_computed_and_gives_its_slot_back(client, tmp_path):
+    worker = await ready_worker(client, tmp_path)
+    client.ask(0)
+    await until(lambda: worker.given, worker)
+    ticket = client.ask(1)
+    client.ask(2)
+    await until(lambda: client.num_queued() == 2)
+    client.gate.cancel(ticket)
+    client.gate.cancel(ticket)
+    await until(lambda: len(client.gate.models["m"].idle) == 510)
+    worker.compute()
+    await until(lambda: worker.given, worker)
+    assert worker.given[0][3] == 1
+    worker.compute()
+    await until(lambda: len(client.told) == 2)
+    assert client.told.keys() == {0, 2}
+    assert len(client.gate.models["m"].idle) == 512
 
 
-def test_what_is_left_of_a_request_that_is_lost_is_not_computed(tmp_path):
+@scheduled(largest=2)
+async def test_what_is_left_of_a_request_that_is_lost_is_not_computed(client, tmp_path):
     """The first of its samples fails alone, when a batch of two has been decided and two wait."""
-
-    async def scenario(client):
-        worker = FakeWorker(tmp_path, 0)
-        await until(lambda: client.gate.is_ready, worker)
-        client.ask(0, count=5)
-        await until(lambda: worker.given, worker)
-        client.ask(1, count=2)
-        await until(lambda: client.num_queued() == 6)
-        assert worker.given[0][3] == 1
-        worker.compute(failed=[0])
-        await until(lambda: worker.given, worker)
-        await until(lambda: client.num_queued() == 2)
-        assert not client.told
-        num_computed = 1
-        while len(client.told) < 2:
-            await until(lambda: worker.given or len(client.told) == 2, worker)
-            if worker.given:
-                num_computed += worker.given[0][3]
-                worker.compute()
-        assert client.told[0][0] == Fate.FAILED
-        assert client.told[1] == (Fate.DONE, [[2, 2]] * 2)
-        assert num_computed == 1 + 2 + 2
-        idle = client.gate.models["m"].idle
-        assert len(set(idle)) == len(idle) == 512
-
-    run_with(tmp_path, deployment(largest=2), scenario)
+    worker = await ready_worker(client, tmp_path)
+    client.ask(0, count=5)
+    await until(lambda: worker.given, worker)
+    client.ask(1, count=2)
+    await until(lambda: client.num_queued() == 6)
+    assert worker.given[0][3] == 1
+    worker.compute(failed=[0])
+    await until(lambda: worker.given, worker)
+    await until(lambda: client.num_queued() == 2)
+    assert not client.told
+    assert sum(await answer_all(client, worker, 2)) == 2 + 2
+    assert client.told[0][0] == Fate.FAILED
+    assert client.told[1] == (Fate.DONE, [[2, 2]] * 2)
+    idle = client.gate.models["m"].idle
+    assert len(set(idle)) == len(idle) == 512
 
 
-def test_a_front_that_has_gone_takes_its_requests_with_it(tmp_path):
-    async def scenario(client):
-        other = Client(tmp_path)
-        connecting = asyncio.create_task(other.gate.keep_connected())
-        worker = FakeWorker(tmp_path, 0)
-        await until(lambda: client.gate.is_ready and other.gate.is_ready, worker)
-        other.ask(0)
-        await until(lambda: worker.given, worker)
-        other.ask(1)
-        client.ask(2)
-        await until(lambda: client.num_queued() == 2)
-        paths = [client.gate.models["m"].slab.path, other.gate.models["m"].slab.path]
-        connecting.cancel()
-        await until(lambda: not paths[1].exists() and client.num_queued() == 1)
-        worker.given[0][3] = 0  # whoever asked has gone, with its memory
-        worker.compute()
-        await until(lambda: worker.given, worker)
-        assert worker.given[0][3] == 1
-        worker.compute()
-        await until(lambda: client.told)
-        assert client.told == {2: (Fate.DONE, [[4, 4]])}
-        assert paths[0].exists()
-        assert other.told[1][0] == Fate.LOST
-
-    run_with(tmp_path, deployment(), scenario)
+@scheduled()
+async def test_a_front_that_has_gone_takes_its_requests_with_it(client, tmp_path):
+    other = Client(tmp_path)
+    connecting = asyncio.create_task(other.gate.keep_connected())
+    worker = FakeWorker(tmp_path, 0)
+    await until(lambda: client.gate.is_ready and other.gate.is_ready, worker)
+    other.ask(0)
+    await until(lambda: worker.given, worker)
+    other.ask(1)
+    client.ask(2)
+    await until(lambda: client.num_queued() == 2)
+    paths = [client.gate.models["m"].slab.path, other.gate.models["m"].slab.path]
+    connecting.cancel()
+    await until(lambda: not paths[1].exists() and client.num_queued() == 1)
+    worker.given[0][3] = 0  # whoever asked has gone, with its memory
+    worker.compute()
+    await until(lambda: worker.given, worker)
+    assert worker.given[0][3] == 1
+    worker.compute()
+    await until(lambda: client.told)
+    assert client.told == {2: (Fate.DONE, [[4, 4]])}
+    assert paths[0].exists()
+    assert other.told[1][0] == Fate.LOST
 
 
 def test_without_a_scheduler_requests_are_lost_and_a_new_one_is_found(tmp_path):
@@ -322,8 +316,7 @@ def test_without_a_scheduler_requests_are_lost_and_a_new_one_is_found(tmp_path):
         client = Client(tmp_path)
         connecting = asyncio.create_task(client.gate.keep_connected())
         with scheduling(tmp_path, deployment()):
-            worker = FakeWorker(tmp_path, 0)
-            await until(lambda: client.gate.is_ready, worker)
+            worker = await ready_worker(client, tmp_path)
             client.ask(0)
             before = client.gate.models["m"].slab.path
             await until(lambda: worker.given, worker)
@@ -334,8 +327,7 @@ def test_without_a_scheduler_requests_are_lost_and_a_new_one_is_found(tmp_path):
         with pytest.raises(Closed):
             await until(lambda: False, worker)
         with scheduling(tmp_path, deployment()):
-            worker = FakeWorker(tmp_path, 0)
-            await until(lambda: client.gate.is_ready, worker)
+            worker = await ready_worker(client, tmp_path)
             client.ask(1)
             await until(lambda: worker.given, worker)
             worker.compute()
