@@ -21,9 +21,7 @@ def test_the_model_of_contention_reaches_every_figure(planned):
     steps = {}
     for contention in ("queued", "fair"):
         options = ("--contention", contention, "--explain", "--against", "1f1b", "--json")
-        code, out, _ = planned("simulate", "plan.json", *options)
-        assert code == 0
-        found = json.loads(out)
+        found = json.loads(planned("simulate", "plan.json", *options, code=0)[1])
         steps[contention] = found["step_time_s"]
         assert found["contention"] == contention
         assert found["explanation"]["step_time_s"] == found["step_time_s"]
@@ -39,7 +37,6 @@ def test_queued_is_the_default(planned):
 
 
 def test_another_word_is_refused(planned):
-    code, _, err = planned("simulate", "plan.json", "--contention", "fare")
-    assert code == 2
+    _, _, err = planned("simulate", "plan.json", "--contention", "fare", code=2)
     assert "fare" in err
     assert "fair" in err

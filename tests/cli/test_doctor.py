@@ -62,8 +62,7 @@ def test_the_exit_code_says_whether_there_is_a_problem(run):
 
 def test_an_address_where_nobody_listens_is_a_problem(run, quick):
     port = free_port()
-    code, out, _ = run("doctor", f"127.0.0.1:{port}")
-    assert code == 1
+    _, out, _ = run("doctor", f"127.0.0.1:{port}", code=1)
     line = next(line for line in out.splitlines() if f"127.0.0.1:{port}" in line)
     assert line.split()[0] == "problem"
     assert "docs/troubleshooting.md#another-host-is-not-reached" in out
@@ -72,14 +71,11 @@ def test_an_address_where_nobody_listens_is_a_problem(run, quick):
 
 @pytest.mark.parametrize("address", ["node1", "node1:99999", ":1", "[::1]"])
 def test_what_is_no_address_is_a_mistake_of_usage(run, address):
-    code, _, err = run("doctor", address)
-    assert code == 2
-    assert "HOST:PORT" in err
+    assert "HOST:PORT" in run("doctor", address, code=2)[2]
 
 
 def test_markup_in_an_address_is_shown_as_it_is(run, quick):
-    _, out, _ = run("doctor", "[::1]:9")
-    assert "::1:9" in out
+    assert "::1:9" in run("doctor", "[::1]:9")[1]
 
 
 def test_addresses_of_help_stay_whole_in_a_narrow_window(monkeypatch):
@@ -105,9 +101,7 @@ def test_doctor_works_without_torch(tmp_path):
 @pytest.mark.long
 @pytest.mark.distributed
 def test_the_cluster_file_loads_and_has_this_machine(run, tmp_path):
-    code, out, err = run("measure", "--cluster", "--repeats", 2, "-o", "here.toml", "--json")
-    assert code == 0, err
-    result = json.loads(out)
+    result = json.loads(run("measure", "--cluster", "--repeats", 2, "-o", "here.toml", "--json", code=0)[1])
     assert result["file"] == "here.toml"
     cluster = load_cluster(tmp_path / "here.toml")
     assert cluster.num_ranks == find_processor(Host()).num_cores or cluster.device_kinds[0].name != "cpu"
@@ -140,9 +134,7 @@ def test_json_has_no_comments_and_loads_as_well(run, quick, tmp_path):
 
 def test_a_file_that_is_there_is_kept_unless_force_is_given(run, quick, tmp_path):
     (tmp_path / "cluster.toml").write_text("mine")
-    code, _, err = run("measure", "--cluster")
-    assert code == 1
-    assert "--force" in err
+    assert "--force" in run("measure", "--cluster", code=1)[2]
     assert (tmp_path / "cluster.toml").read_text() == "mine"
     assert run("measure", "--cluster", "--force")[0] == 0
     load_cluster(tmp_path / "cluster.toml")

@@ -35,8 +35,7 @@ def planned(run, tmp_path):
 
 @pytest.mark.long
 def test_people_read_a_table_and_a_verdict(planned):
-    code, out, _ = planned("simulate", "plan.json", "--exchange", "all", "--exchange", "mine.py:small_first")
-    assert code == 0
+    _, out, _ = planned("simulate", "plan.json", "--exchange", "all", "--exchange", "mine.py:small_first", code=0)
     for words in (
         "Other ways to exchange gradients:",
         "as planned",
@@ -52,9 +51,7 @@ def test_people_read_a_table_and_a_verdict(planned):
 
 
 def test_programs_read_json(planned):
-    code, out, _ = planned("simulate", "plan.json", "--exchange", "whole", "--json")
-    assert code == 0
-    found = json.loads(out)
+    found = json.loads(planned("simulate", "plan.json", "--exchange", "whole", "--json", code=0)[1])
     exchanges = found["exchanges"]
     assert [row["exchange"] for row in exchanges["ways"]] == ["as planned", "whole"]
     assert exchanges["bound_s"] <= max(exchanges["computation_s"], exchanges["communication_s"])
@@ -66,17 +63,14 @@ def test_programs_read_json(planned):
 
 def test_the_best_plan_follows_an_own_order(planned):
     options = ("gpt-tiny", "--cluster", "2xA100", "--batch", "64", "--stages", "1", "--out", "own.json")
-    code, out, error = planned("plan", *options, "--exchange", "mine.py:small_first")
-    assert code == 0, error
+    _, out, error = planned("plan", *options, "--exchange", "mine.py:small_first", code=0)
     plan = read_document(Plan, Path("own.json"))
     count = len(plan.exchange.sequence)
     assert sorted(plan.exchange.sequence) == list(range(count))
     assert f"Gradients leave as mine.py:small_first says, in {count} part" in " ".join(out.split())
-    code, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "whole")
-    assert code == 2
+    _, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "whole", code=2)
     assert "is not a function in a file; give path/to/file.py:function" in " ".join(error.replace("│", " ").split())
-    code, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "mine.py:half")
-    assert code == 1
+    _, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "mine.py:half", code=1)
     assert "expected the `index` of each of its" in " ".join(error.split())
     assert not Path("other.json").exists()
 

@@ -17,8 +17,7 @@ def test_files_of_other_tools_become_one_table(run, tmp_path):
     (tmp_path / "graph.txt").write_text(PROFILE)
     events = [op("aten::relu", i * 10, 5, [[4, 8]], ["float"]) for i in range(3)]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    code, out, err = run("measure", "--from", "graph.txt", "--device", "V100")
-    assert code == 0
+    _, out, err = run("measure", "--from", "graph.txt", "--device", "V100", code=0)
     assert "graph.txt: a PipeDream profile, 3 rows" in out
     assert "rows written to measurements.parquet" in out
     assert "1 left out: inputs (the loading of data)" in err
@@ -41,9 +40,7 @@ def test_files_of_other_tools_become_one_table(run, tmp_path):
 def test_long_traces_are_listed_in_part(run, tmp_path):
     events = [op(f"aten::op{i}", i * 10, 5, [[4, 8]], FLOATS[:1]) for i in range(25)]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    code, out, _ = run("measure", "--from", "trace.json")
-    assert code == 0
-    assert "and 5 ops more" in out
+    assert "and 5 ops more" in run("measure", "--from", "trace.json", code=0)[1]
     assert len(json.loads(run("measure", "--from", "trace.json", "--json")[1])["files"][0]["ops"]) == 25
 
 
@@ -77,12 +74,10 @@ def test_a_table_of_many_devices_is_planned_and_simulated_with(run):
     table = make_records(op=ops, shapes=shapes, phase="forward", device="cpu", seconds=[1e-3] * len(ops))
     write_records(table, "m.parquet")
     given = ["--measurements", "m.parquet", "--cluster", "2xcpu"]
-    code, out, err = run("plan", "gpt-tiny", *given, "-m", "2", "--out", "plan.json")
-    assert code == 0, err
+    _, out, err = run("plan", "gpt-tiny", *given, "-m", "2", "--out", "plan.json", code=0)
     assert f"{len(graph.ops)} measured" in out
     assert run("simulate", "plan.json", *given)[0] == 0
-    code, _, err = run("plan", "gpt-tiny", "--cluster", "4xA100", "--measurements", "m.parquet")
-    assert code == 1
+    _, _, err = run("plan", "gpt-tiny", "--cluster", "4xA100", "--measurements", "m.parquet", code=1)
     assert "has no rows of A100; its devices are cpu" in err
 
 
@@ -91,8 +86,7 @@ def test_without_pyarrow(run, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "meshwright.records.parquet", raising=False)
-    code, _, err = run("plan", "gpt-tiny", "--cluster", "2xcpu", "--measurements", "m.parquet")
-    assert code == 1
+    _, _, err = run("plan", "gpt-tiny", "--cluster", "2xcpu", "--measurements", "m.parquet", code=1)
     assert "needs pyarrow, which is not installed. Run: pip install 'meshwright[tables]'" in err
 
 
@@ -100,9 +94,7 @@ def test_a_table_of_many_devices_is_shown(run, tmp_path):
     write_records(
         make_records(op="matmul", shapes="m=1;n=2;k=3", device=["A", "A", "B"], seconds=[1, 2, 3]), "m.parquet"
     )
-    code, out, _ = run("show", "m.parquet")
-    assert code == 0
-    assert "m.parquet: 3 rows" in out
+    assert "m.parquet: 3 rows" in run("show", "m.parquet", code=0)[1]
     first, second = json.loads(run("show", "m.parquet", "--json")[1])["ops"]
     assert first == {"device": "A", "op": "matmul", "rows": 2, "fastest_s": 1.0, "slowest_s": 2.0}
     assert second["device"] == "B"
@@ -118,8 +110,7 @@ def test_a_file_without_rows_writes_nothing(run, tmp_path, content):
     zero = json.dumps(op("aten::relu", 0, 0, [[4]], ["float"]))
     (tmp_path / "file.json").write_text(content.replace("%s", zero))
     (tmp_path / "graph.txt").write_text(PROFILE)
-    code, _, err = run("measure", "--from", "graph.txt", "--from", "file.json", "--device", "V100")
-    assert code == 1
+    _, _, err = run("measure", "--from", "graph.txt", "--from", "file.json", "--device", "V100", code=1)
     assert "without a row that can be used (1 " in err
     assert "nothing was written" in err
     assert not (tmp_path / "measurements.parquet").exists()
@@ -129,9 +120,7 @@ def test_links_of_one_rank_are_refused_before_anything_is_timed(run, tmp_path, m
     import meshwright.measurement as measurement
 
     monkeypatch.setattr(measurement, "measure_links", lambda **_: pytest.fail("timed"))
-    code, _, err = run("measure", "--links", "--ranks", 1)
-    assert code == 1
-    assert "Give --ranks 2 or more" in err
+    assert "Give --ranks 2 or more" in run("measure", "--links", "--ranks", 1, code=1)[2]
     assert not (tmp_path / "measurements.parquet").exists()
 
 
@@ -157,8 +146,7 @@ def test_what_would_keep_links_from_being_written_is_found_first(run, monkeypatc
     elif file.endswith(".parquet"):
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         monkeypatch.delitem(sys.modules, "meshwright.records.parquet", raising=False)
-    code, _, err = run("measure", "--links", "--out", file)
-    assert code == 1
+    _, _, err = run("measure", "--links", "--out", file, code=1)
     assert words in " ".join(err.split())
 
 
@@ -178,8 +166,7 @@ def test_links_become_rows_and_a_line_for_each_place(run, monkeypatch, warm_rank
 
     quick = partial(measurement.measure_links, sizes=(16, 4096), budget_s=1.0)
     monkeypatch.setattr(measurement, "measure_links", quick)
-    code, out, err = run("measure", "--links")
-    assert code == 0, err
+    _, out, _ = run("measure", "--links", code=0)
     assert "rows written to measurements.parquet" in out
     ops = {"send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"}
     assert all(op in out for op in ops)

@@ -21,8 +21,7 @@ def read():
 
 
 def test_a_model_becomes_rows_and_a_line(run):
-    code, out, err = run("measure", "gpt-tiny", "--batches", "4,1,2", "--repeats", 5, "--device", "cpu")
-    assert code == 0, err
+    _, out, _ = run("measure", "gpt-tiny", "--batches", "4,1,2", "--repeats", 5, "--device", "cpu", code=0)
     assert "batches of gpt-tiny: " in out
     assert all(heading in out for heading in ("batch size", "median", "p90", "p99", "samples per s"))
     assert "l(b) = " in out
@@ -34,9 +33,7 @@ def test_a_model_becomes_rows_and_a_line(run):
         ("gpt-tiny", 2, 5),
         ("gpt-tiny", 4, 5),
     ]
-    code, out, _ = run("show", "measurements.json")
-    assert code == 0
-    assert "batches of whole models" in out
+    assert "batches of whole models" in run("show", "measurements.json", code=0)[1]
 
 
 def test_a_table_that_is_there_is_completed(run, tmp_path):
@@ -45,8 +42,7 @@ def test_a_table_that_is_there_is_completed(run, tmp_path):
     table = Measurements(device="cpu", software="s", date="d", conditions="2 processes", ops=(op,), overhead_s=1.0)
     write_document(table, "measurements.json")
     for typed in (["--batches", "1,2"], ["--batches", "2..3", "--sequence-length", 8], ["--batches", "2,4"]):
-        code, _, err = run("measure", "own.py:build", *typed, "--repeats", 3, "--device", "cpu")
-        assert code == 0, err
+        run("measure", "own.py:build", *typed, "--repeats", 3, "--device", "cpu", code=0)
     found = read()
     assert (found.ops, found.overhead_s) == (table.ops, 1.0)
     assert found.conditions.startswith("2 processes; batches of own.py:build: ")
@@ -65,9 +61,7 @@ def test_shapes_of_ones_own_go_into_a_table_of_many_devices(run, tmp_path):
     shape = (resources.files("meshwright.zoo") / "shapes" / "gpt-tiny.toml").read_text()
     (tmp_path / "mine.toml").write_text(shape)
     given = ["--repeats", 3, "--device", "cpu", "--out", "t.parquet"]
-    code, out, err = run("measure", "mine.toml", "--batches", "1..4:3log", *given, "--json")
-    assert code == 0, err
-    report = json.loads(out)
+    report = json.loads(run("measure", "mine.toml", "--batches", "1..4:3log", *given, "--json", code=0)[1])
     assert [row["batch_size"] for row in report["batches"]] == [1, 2, 4]
     assert report["left_out_batch_sizes"] == []
     (line,) = report["latency"]
@@ -82,10 +76,9 @@ def test_shapes_of_ones_own_go_into_a_table_of_many_devices(run, tmp_path):
 
 
 def test_one_size_has_no_line(run):
-    code, out, _ = run(
-        "measure", "resnet-tiny", "--image-size", 32, "--batches", "2", "--repeats", 3, "--device", "cpu"
+    _, out, _ = run(
+        "measure", "resnet-tiny", "--image-size", 32, "--batches", "2", "--repeats", 3, "--device", "cpu", code=0
     )
-    assert code == 0
     assert "l(b) =" not in out
 
 
@@ -100,9 +93,7 @@ def test_sizes_that_do_not_fit_are_named(run, monkeypatch):
 
     monkeypatch.setattr(training, "measure_batches_here", first_only)
     typed = ["measure", "resnet-tiny", "--batches", "1,2,3", "--repeats", 3, "--device", "cpu"]
-    code, _, err = run(*typed)
-    assert code == 0
-    assert "Batches of 2 do not fit in memory; left out: 2, 3." in err
+    assert "Batches of 2 do not fit in memory; left out: 2, 3." in run(*typed, code=0)[2]
     assert json.loads(run(*typed, "--json")[1])["left_out_batch_sizes"] == [2, 3]
 
 

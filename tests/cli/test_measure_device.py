@@ -48,55 +48,46 @@ def gpu(monkeypatch):
 
 
 def test_a_model_is_measured_planned_with_and_taken_up_again(run, gpu):
-    code, out, err = run("measure", "gpt-tiny", "-m", 2, "--precision", "amp", "--precision", "mixed")
-    assert code == 0, err
+    _, out, err = run("measure", "gpt-tiny", "-m", 2, "--precision", "amp", "--precision", "mixed", code=0)
     assert "H100" in out
     assert "measurements written to measurements.json" in out
     assert "The GPU was busy for 87%" in err
     timed = len(gpu.timed)
-    code, out, err = run("measure", "gpt-tiny", "-m", 2, "--precision", "amp", "--json")
-    assert code == 0, err
+    _, out, err = run("measure", "gpt-tiny", "-m", 2, "--precision", "amp", "--json", code=0)
     told = json.loads(out)
     assert len(gpu.timed) == timed
     assert told["num_kept"] > 20
     assert told["left_out"] == {}
     given = ["--cluster", "1xH100", "--measurements", "measurements.json", "-m", 2]
     for precision in ("amp", "mixed"):
-        code, out, err = run("plan", "gpt-tiny", *given, "--precision", precision, "--batch", 4)
-        assert code == 0, err
+        _, out, err = run("plan", "gpt-tiny", *given, "--precision", precision, "--batch", 4, code=0)
         assert f"{len(load_shipped_graph('gpt-tiny').ops)} measured" in out
-    code, _, err = run("plan", "gpt-tiny", "--cluster", "1xA100", "--measurements", "measurements.json", "-m", 2)
-    assert code == 1
+    _, _, err = run("plan", "gpt-tiny", "--cluster", "1xA100", "--measurements", "measurements.json", "-m", 2, code=1)
     assert "measurements.json was taken on H100 (torch 2.13.0, Python 3.11)" in " ".join(err.split())
 
 
 def test_a_table_of_another_torch_is_told(run, gpu):
     write_document(measure_device.replace(EMPTY, software="torch 1.0.0, Python 3.11"), "measurements.json")
-    code, _, err = run(
-        "plan", "gpt-tiny", "--cluster", "1xH100", "--measurements", "measurements.json", "-m", 2, "--batch", 4
+    _, _, err = run(
+        "plan", "gpt-tiny", "--cluster", "1xH100", "--measurements", "measurements.json", "-m", 2, "--batch", 4, code=0
     )
-    assert code == 0, err
     assert "The measurements were taken with torch 1.0.0 on H100; torch here is" in err
 
 
 def test_a_table_of_another_device_is_not_measured_into(run, gpu):
     write_document(measure_device.replace(EMPTY, device="cpu"), "measurements.json")
-    code, _, err = run("measure", "gpt-tiny", "-m", 2)
-    assert code == 1
+    _, _, err = run("measure", "gpt-tiny", "-m", 2, code=1)
     assert "The tables are for devices 'cpu' and 'H100'" in " ".join(err.split())
     assert gpu.timed == []
     assert read_document(Measurements, "measurements.json").device == "cpu"
 
 
 def test_a_device_is_measured_without_a_model(run, gpu):
-    code, out, err = run("measure", "--device-table")
-    assert code == 0, err
-    assert "rows written to measurements.parquet" in out
+    assert "rows written to measurements.parquet" in run("measure", "--device-table", code=0)[1]
     first = read_records("measurements.parquet")
     assert {"matmul", "aten.scaled_dot_product_attention", "aten.lstm"} <= set(first.op)
     timed = len(gpu.timed)
-    code, out, _ = run("measure", "--device-table", "--json")
-    assert code == 0
+    _, out, _ = run("measure", "--device-table", "--json", code=0)
     assert len(gpu.timed) == timed
     assert json.loads(out)["left_out"] == {}
     assert len(read_records("measurements.parquet")) == len(first)

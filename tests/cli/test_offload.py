@@ -41,32 +41,25 @@ def described(tmp_path):
 def test_an_offloaded_plan_is_simulated_as_it_was_planned(run, described, place, tmp_path):
     path = tmp_path / "plan.json"
     options = ("--cluster", described(), "--zero", 1, "--offload", f"optimizer={place}")
-    code, out, _ = run(*PLAN, *options, "--json", "--out", path)
-    assert code == 0
-    planned = json.loads(out)
+    planned = json.loads(run(*PLAN, *options, "--json", "--out", path, code=0)[1])
     assert read_document(Plan, path).offload == Offload(optimizer=place)
     assert planned["plans"][0]["offload_s"] > 0
     assert all(row["parts_bytes"]["optimizer states"] == 0 for row in planned["ranks"])
     (node,) = planned["nodes"]
     assert (node["nvme_bytes"] > 0) == (place == "nvme")
-    code, out, _ = run("simulate", path, "--json")
-    assert code == 0
-    found = json.loads(out)
+    found = json.loads(run("simulate", path, "--json", code=0)[1])
     assert found["steady"]["step_time_s"] == pytest.approx(planned["plans"][0]["step_time_s"], rel=1e-9)
     assert found["nodes"] == planned["nodes"]
     kept, used = f"optimizer states {'on the host' if place == 'host' else 'on NVMe'}", "The host of node0 keeps"
     for words, told in ((("show", path), kept), (("simulate", path), used), ((*PLAN, *options), kept)):
-        code, out, _ = run(*words)
-        assert code == 0
+        _, out, _ = run(*words, code=0)
         assert told in " ".join(out.split())
 
 
 def test_a_model_that_only_fits_without_its_states_is_told_so(run, described):
     # Exact slicing keeps nothing away from devices unless it is told to.
     options = ("--cluster", described(memory_bytes=8 * 2**20), "-m", 1, "--method", "slicing")
-    code, _, error = run(*PLAN, *options)
-    assert code == 3
-    assert "Keep optimizer states on the host (--offload optimizer=host)" in error
+    assert "Keep optimizer states on the host (--offload optimizer=host)" in run(*PLAN, *options, code=3)[2]
     assert run(*PLAN, *options, "--offload", "optimizer=host")[0] == 0
 
 
@@ -74,8 +67,7 @@ def test_what_only_fits_without_its_states_keeps_them_on_the_host(run, described
     path = tmp_path / "plan.json"
     options = ("-m", 1, "--ranks", 1, "--zero", 0, "--recompute", "none", "--out", path)
     for memory_bytes, away in ((8 * 2**20, Offload(optimizer="host")), (2**30, Offload())):
-        code, out, _ = run(*PLAN, *options, "--cluster", described(memory_bytes=memory_bytes))
-        assert code == 0
+        _, out, _ = run(*PLAN, *options, "--cluster", described(memory_bytes=memory_bytes), code=0)
         assert read_document(Plan, path).offload == away
         assert ("optimizer states on the host" in " ".join(out.split())) == (away != Offload())
 
@@ -84,13 +76,11 @@ def test_a_model_that_only_fits_without_its_activations_is_told_so(run, describe
     options, away = ("--ranks", 1, "--microbatch-size", 8, "--recompute", "full"), ("--offload", "activations=host")
     peaks = []
     for more in ((), away):
-        code, out, _ = run(*PLAN, "--cluster", described(memory_bytes=2**30), *options, *more, "--json")
-        assert code == 0
+        _, out, _ = run(*PLAN, "--cluster", described(memory_bytes=2**30), *options, *more, "--json", code=0)
         peaks += [row["peak_bytes"] for row in json.loads(out)["ranks"]]
     assert peaks[1] < peaks[0]
     cluster = described(memory_bytes=sum(peaks) // 2)
-    code, _, error = run(*PLAN, "--cluster", cluster, *options, "--method", "slicing")
-    assert code == 3
+    _, _, error = run(*PLAN, "--cluster", cluster, *options, "--method", "slicing", code=3)
     assert "Keep activations on the host (--offload activations=host)" in error
     assert run(*PLAN, "--cluster", cluster, *options, *away)[0] == 0
 
@@ -111,16 +101,14 @@ def test_a_model_of_which_two_units_fit_is_planned_with_its_parameters_on_the_ho
     )
     assert run(*PLAN, *options, "--offload", "optimizer=host")[0] == 3
     path = tmp_path / "plan.json"
-    code, out, _ = run(*PLAN, *options, "--offload", "optimizer=host,parameters=host", "--out", path)
-    assert code == 0
+    _, out, _ = run(*PLAN, *options, "--offload", "optimizer=host,parameters=host", "--out", path, code=0)
     assert "parameters and optimizer states on the host" in " ".join(out.split())
     assert read_document(Plan, path).offload == Offload(optimizer="host", parameters="host")
     assert run("simulate", path)[0] == 0
 
 
 def test_hosts_without_room_are_named(run, described):
-    code, out, error = run(*PLAN, "--cluster", described(2**20), "--offload", "optimizer=host")
-    assert code == 3
+    _, out, error = run(*PLAN, "--cluster", described(2**20), "--offload", "optimizer=host", code=3)
     assert "none into that of the nodes" in error
     assert "of 1 MiB" in error
     assert "Nearest plan" in out
@@ -145,8 +133,7 @@ def test_what_cannot_be_offloaded_is_refused(run, options, message):
 
 def test_an_offloaded_plan_is_run_but_not_compared_nor_said_where_others_cannot(run, tmp_path):
     path = tmp_path / "layout"
-    code, out, _ = run(*PLAN, "--cluster", "2xA100", "--offload", "optimizer=host", "--out", path)
-    assert code == 0
+    _, out, _ = run(*PLAN, "--cluster", "2xA100", "--offload", "optimizer=host", "--out", path, code=0)
     assert "start it with: bash" in " ".join(out.split())
     code, _, error = run("run", path / "plan.json", "--device", "cpu", "--offload-folder", tmp_path)
     assert code != 0

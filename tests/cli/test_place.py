@@ -13,8 +13,7 @@ FORK = "plan unet-tiny --cluster 2xcpu --batch 8 --method place"
 
 @pytest.fixture
 def placed(run):
-    code, _, errors = run(*FORK.split(), "--fix", "head=1", "--out", "placed.json")
-    assert code == 0, errors
+    run(*FORK.split(), "--fix", "head=1", "--out", "placed.json", code=0)
     return json.loads(Path("placed.json").read_text())
 
 
@@ -22,32 +21,23 @@ def placed(run):
 def test_a_placement_is_written_and_simulated(run, placed):
     assert placed["schema"] == "meshwright/placement/2"
     assert {stage["rank"] for stage in placed["stages"]} == {0, 1}
-    code, out, errors = run("simulate", "placed.json", "--steps", "1", "--json", "--out", "timeline.json")
-    assert code == 0, errors
-    ranks = json.loads(out)["ranks"]
-    assert [row["rank"] for row in ranks] == [0, 1]
+    _, out, _ = run("simulate", "placed.json", "--steps", "1", "--json", "--out", "timeline.json", code=0)
+    assert [row["rank"] for row in json.loads(out)["ranks"]] == [0, 1]
     assert json.loads(Path("timeline.json").read_text())["schema"] == "meshwright/timeline/1"
-    code, out, errors = run("simulate", "placed.json", "--explain")
-    assert code == 0, errors
-    assert "Critical path" in out
+    assert "Critical path" in run("simulate", "placed.json", "--explain", code=0)[1]
 
 
 def test_it_says_what_one_device_takes(run):
-    code, out, errors = run(*FORK.split(), "--json")
-    assert code == 0, errors
-    found = json.loads(out)
+    found = json.loads(run(*FORK.split(), "--json", code=0)[1])
     assert 0 < found["duration_s"] <= found["one_device_s"]
     assert found["file"] is None
 
 
 def test_it_is_shown(run, placed):
-    code, out, _ = run("show", "placed.json")
-    assert code == 0
+    _, out, _ = run("show", "placed.json", code=0)
     ops = sum(len(stage["ops"]) for stage in placed["stages"])
     assert f"{ops} ops on 2 ranks" in out
-    code, out, errors = run("show", "placed.json", "--program")
-    assert code == 0, errors
-    assert "placed" in out
+    assert "placed" in run("show", "placed.json", "--program", code=0)[1]
     assert run("show", "placed.json", "--html", "page.html")[0] == 0
 
 
@@ -86,9 +76,8 @@ def test_too_little_memory_is_told(run, placed):
     cluster = load_cluster("2xcpu")
     kinds = tuple(replace(kind, memory_bytes=2**20) for kind in cluster.device_kinds)
     write_document(replace(cluster, device_kinds=kinds), "small.toml")
-    code, out, errors = run("simulate", "placed.json", "--cluster", "small.toml", "--steps", "1")
-    assert code == 0, errors
+    _, out, _ = run("simulate", "placed.json", "--cluster", "small.toml", "--steps", "1", code=0)
     assert "Rank 0 needs up to" in out
     assert "but its cpu has 1 MiB" in " ".join(out.split())
-    code, out, _ = run("simulate", "placed.json", "--cluster", "small.toml", "--steps", "1", "--json")
+    _, out, _ = run("simulate", "placed.json", "--cluster", "small.toml", "--steps", "1", "--json")
     assert [row["rank"] for row in json.loads(out)["overflows"]] == [0, 1]

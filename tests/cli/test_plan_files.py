@@ -28,8 +28,7 @@ def files():
 
 
 def test_a_folder_gets_the_plan_and_its_script(run):
-    code, out, _ = run(*PLAN, "--out", "my [red] layout")
-    assert code == 0
+    _, out, _ = run(*PLAN, "--out", "my [red] layout", code=0)
     assert files() == ["my [red] layout/launch.sh", "my [red] layout/plan.json"]
     assert os.access("my [red] layout/launch.sh", os.X_OK)
     assert "Fits: 2 ranks; rank" in out
@@ -62,8 +61,7 @@ def test_json_has_every_rank_and_the_files(run):
 
 def test_nothing_fits_says_which_rank_is_over(run):
     layout = ("--tensor", "1", "--context", "1", "--zero", "0", "--recompute", "none", "--method", "slicing")
-    code, out, err = run(*PLAN, *layout, "--memory-limit", "0.01", "--out", "lay")
-    assert code == 3
+    _, out, err = run(*PLAN, *layout, "--memory-limit", "0.01", "--out", "lay", code=3)
     assert "Nearest plan: 2 stages" in out
     assert "Does not fit: 1 of 2 ranks over; rank 0" in out
     assert err.startswith("error: No plan fits into memory")
@@ -93,8 +91,7 @@ def test_options_that_do_not_go_together(run, options, words):
 
 def test_a_stored_graph_has_nothing_to_start(run):
     assert run("capture", "gpt-tiny", "--out", "graph.json")[0] == 0
-    code, _, err = run("plan", "graph.json", "--cluster", "2xcpu", "--batch", "8", "--out", "lay")
-    assert code == 1
+    _, _, err = run("plan", "graph.json", "--cluster", "2xcpu", "--batch", "8", "--out", "lay", code=1)
     assert "cannot be started" in err
     assert run("plan", "graph.json", "--cluster", "2xcpu", "--batch", "8", "--out", "p.json")[0] == 0
     assert files() == ["graph.json", "p.json"]
@@ -102,8 +99,7 @@ def test_a_stored_graph_has_nothing_to_start(run):
 
 def test_settings_go_to_standard_output_and_what_is_missing_beside_it(run):
     assert run(*PLAN, *PLAIN, "--out", "p.json")[0] == 0
-    code, out, err = run("show", "p.json", "--as", "deepspeed")
-    assert code == 0
+    _, out, err = run("show", "p.json", "--as", "deepspeed", code=0)
     assert json.loads(out)["train_batch_size"] == 8
     assert "Fill in: the learning rate" in err
     assert "Not expressed:" in err

@@ -10,14 +10,12 @@ ASKED = ["plan", "gpt-tiny", "--cluster", "2xcpu"]
 
 @pytest.fixture
 def earlier(run):
-    code, _, errors = run(*ASKED, "--out", "earlier.json", "--optimizer", "sgd", "--batch", "16")
-    assert code == 0, errors
+    run(*ASKED, "--out", "earlier.json", "--optimizer", "sgd", "--batch", "16", code=0)
     return json.loads(Path("earlier.json").read_text())
 
 
 def test_the_earlier_plan_decides(run, earlier):
-    code, out, errors = run(*ASKED, "--from", "earlier.json", "--out", "later.json", "--json")
-    assert code == 0, errors
+    _, out, _ = run(*ASKED, "--from", "earlier.json", "--out", "later.json", "--json", code=0)
     later = json.loads(Path("later.json").read_text())
     assert later["workload"] == earlier["workload"]
     assert later["cluster"] == "2xcpu"
@@ -35,6 +33,5 @@ def test_the_earlier_plan_decides(run, earlier):
     ],
 )
 def test_what_it_decides_is_no_option(run, typed, name):
-    code, _, errors = run(*ASKED, "--from", "any.json", *typed.split())
-    assert code == 2
+    _, _, errors = run(*ASKED, "--from", "any.json", *typed.split(), code=2)
     assert f"{name} has no effect on a plan made with --from" in " ".join(errors.replace("│", " ").split())

@@ -10,24 +10,18 @@ ASKED = ["plan", "gpt-tiny", "--cluster", "4xL40S", "--batch", "32", "--zero", "
 
 
 def test_shares_are_printed_and_are_those_of_python(run):
-    code, out, errors = run(*ASKED, "--json")
-    assert code == 0, errors
-    shares = json.loads(out)["shares"]
+    shares = json.loads(run(*ASKED, "--json", code=0)[1])["shares"]
     assert shares["gain_s"] == pytest.approx(shares["plain_s"] - shares["best_s"])
     assert sum(row["gain_s"] for row in shares["choices"]) == pytest.approx(shares["gain_s"])
     assert "microbatch size" in {row["choice"] for row in shares["choices"]}
-    found = plan("gpt-tiny", "4xL40S", batch=32, zero=[0, 3])
-    assert json.loads(json.dumps(found.shares().row())) == shares
-    code, out, errors = run(*ASKED, "--html", "plan.html")
-    assert code == 0, errors
+    assert json.loads(json.dumps(plan("gpt-tiny", "4xL40S", batch=32, zero=[0, 3]).shares().row())) == shares
+    _, out, _ = run(*ASKED, "--html", "plan.html", code=0)
     assert "without it" in out
     assert "The plain plan takes" in out
 
 
 def test_shares_are_only_there_when_asked_for(run):
-    code, out, errors = run(*ASKED[:-1], "--json")
-    assert code == 0, errors
-    assert "shares" not in json.loads(out)
+    assert "shares" not in json.loads(run(*ASKED[:-1], "--json", code=0)[1])
 
 
 @pytest.mark.parametrize(
@@ -39,6 +33,5 @@ def test_shares_are_only_there_when_asked_for(run):
     ],
 )
 def test_shares_of_what_has_none_are_refused(run, options, why):
-    code, _, errors = run("plan", "gpt-tiny", "--cluster", "4xL40S", "--shares", *options)
-    assert code == 2
+    _, _, errors = run("plan", "gpt-tiny", "--cluster", "4xL40S", "--shares", *options, code=2)
     assert why in " ".join(errors.split())

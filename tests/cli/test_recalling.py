@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import invoke
 from meshwright.playground import Controls, MeasuredTable, Workbench
 from meshwright.records import save_measurements
 from meshwright.spec import Plan, load_cluster, read_document, write_document
@@ -19,13 +18,10 @@ PLAN = ["plan", "gpt-tiny", "--cluster", "2xcpu", "--batch", "8", "-m", "4", "--
 
 
 @pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        code = invoke([str(word) for word in words])
-        done = capsys.readouterr()
-        return code, done.out, " ".join(done.err.split())
+def run(run):
+    def call(*words, **ends):
+        code, out, err = run(*words, **ends)
+        return code, out, " ".join(err.split())
 
     return call
 
@@ -51,8 +47,7 @@ def test_what_it_was_estimated_with_is_used_again(run, planned):
     assert made_with.measurements == "../table.json"
     assert len(made_with.measurements_hash) == 16
     assert made_with.software == own_software()
-    code, out, error = run("simulate", planned, "--json")
-    assert code == 0
+    _, out, error = run("simulate", planned, "--json", code=0)
     assert error == "Estimated with table.json, as the plan was made."
     _, told, error = run("simulate", planned, "--measurements", "table.json", "--json")
     assert (step(told), error) == (step(out), "")
@@ -65,22 +60,18 @@ def test_another_table_and_none_are_told(run, planned):
     table = Path("table.json")
     _, before, _ = run("simulate", planned, "--json")
     save_table(0.25)
-    code, out, error = run("simulate", planned, "--json")
-    assert code == 0
+    _, out, error = run("simulate", planned, "--json", code=0)
     assert step(out) < step(before)
     assert error == "table.json, which the plan was made with, has changed since; costs are those of now."
     table.unlink()
-    code, out, error = run("simulate", planned, "--json")
-    assert code == 0
+    _, out, error = run("simulate", planned, "--json", code=0)
     assert step(out) < 0.25
     assert error.startswith("The plan was made with table.json, which is missing: costs are those of datasheets.")
 
 
 def test_other_software_is_told(run, planned):
-    plan = read_document(Plan, planned)
-    write_document(replace(plan, made_with=MadeWith(software="meshwright 0.0.1")), planned)
-    _, _, error = run("simulate", planned)
-    assert error == f"The plan was made with meshwright 0.0.1; installed here: {own_software()}."
+    write_document(replace(read_document(Plan, planned), made_with=MadeWith(software="meshwright 0.0.1")), planned)
+    assert run("simulate", planned)[2] == f"The plan was made with meshwright 0.0.1; installed here: {own_software()}."
 
 
 def test_a_folder_that_moves_keeps_its_table(tmp_path):
@@ -96,8 +87,7 @@ def test_a_folder_that_moves_keeps_its_table(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
 def test_a_run_is_judged_by_it(run, planned, warm_ranks):
-    code, out, error = run("run", planned, "--steps", 2)
-    assert code == 0, error
+    _, out, error = run("run", planned, "--steps", 2, code=0)
     assert "Estimated with table.json" in error
     assert "outside of that interval" in " ".join(out.split()), "half a second per instruction was predicted"
 
@@ -111,8 +101,7 @@ def test_the_playground_goes_by_it(run, planned):
 
 def test_a_table_that_is_given_is_compared(run, planned, tmp_path):
     (tmp_path / "copy.json").write_bytes(Path("table.json").read_bytes())
-    _, _, error = run("simulate", planned, "--measurements", tmp_path / "copy.json")
-    assert error == ""
+    assert run("simulate", planned, "--measurements", tmp_path / "copy.json")[2] == ""
     save_table(0.25)
     _, _, error = run("simulate", planned, "--measurements", "table.json")
     assert error == "The plan was made with another table than table.json."

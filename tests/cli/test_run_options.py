@@ -42,15 +42,14 @@ def write_plan(folder, cluster, ranks):
     ],
 )
 def test_options_that_say_nothing_are_refused(run, tmp_path, words, said):
-    code, _, error = run("run", write_plan(tmp_path, "2xcpu", 2), *words.split())
-    assert code == 2
+    _, _, error = run("run", write_plan(tmp_path, "2xcpu", 2), *words.split(), code=2)
     assert said in " ".join(error.replace("│", " ").split())
 
 
 def test_a_plan_for_several_nodes_comes_with_the_line_that_starts_it(run, tmp_path):
-    path = write_plan(tmp_path, "2x2xcpu", 4)
-    code, out, _ = run("run", path, "--steps", 2, "--seed", 3, "--out", "its results")
-    assert code == 1
+    _, out, _ = run(
+        "run", write_plan(tmp_path, "2x2xcpu", 4), "--steps", 2, "--seed", 3, "--out", "its results", code=1
+    )
     words = " ".join(out.split())
     assert "torchrun --nnodes=2 --node-rank=N --nproc-per-node=2 --master-addr=HOST" in words
     assert "--module meshwright run" in words
@@ -71,9 +70,7 @@ def test_a_run_corrects_the_table_that_it_went_by(run, tmp_path, monkeypatch, wa
     save_measurements(replace(table, ops=slow), tmp_path / "table.json")
     before = load_measurements(tmp_path / "table.json", cluster)
     options = ("--steps", 16, "--record", "5-16", "--measurements", "table.json", "--calibrate", "--json")
-    code, out, error = run("run", path, *options)
-    assert code == 0, error
-    found = json.loads(out)
+    found = json.loads(run("run", path, *options, code=0)[1])
     assert found["calibration"]["why_kept"] is None
     assert abs(found["calibration"]["error_after"]) < abs(found["calibration"]["error_before"])
     assert load_measurements(tmp_path / "table.json", cluster) != before

@@ -31,9 +31,7 @@ def test_a_scenario_is_told_beside_the_plan_without_it(planned):
     plain, slow = facts(planned), facts(planned, "--scenario", "slow.toml")
     assert "scenario" not in plain
     assert slow["scenario"]["step_time_without_s"] == plain["step_time_s"] < slow["step_time_s"]
-    code, out, _ = planned("simulate", "plan.json", "--scenario", "slow.toml")
-    assert code == 0
-    assert "Scenario slow: rank 1 2× slower." in out
+    assert "Scenario slow: rank 1 2× slower." in planned("simulate", "plan.json", "--scenario", "slow.toml", code=0)[1]
 
 
 def test_scenarios_compose_in_order_and_ship_by_name(planned):
@@ -57,8 +55,9 @@ def test_the_timeline_of_jitter_is_that_of_the_seed(planned):
         assert planned("simulate", "plan.json", *options, "--out", f"{name}.json")[0] == 0
         texts.append(Path(f"{name}.json").read_text())
     assert texts[0] != texts[1] == texts[2]
-    code, _, err = planned("simulate", "plan.json", "--scenario", "jitter.toml", "--detail", "ops", "--trace", "t.json")
-    assert code == 1
+    _, _, err = planned(
+        "simulate", "plan.json", "--scenario", "jitter.toml", "--detail", "ops", "--trace", "t.json", code=1
+    )
     assert "leave it out under jitter" in err
 
 
@@ -77,8 +76,7 @@ def test_a_device_without_the_precision_is_told(planned):
 def test_runs_and_costs_are_told(planned):
     found = facts(planned, "--scenario", "spot", "--run-steps", "1000000", "--seeds", "3")["scenario"]
     assert found["run"]["run_steps"] == 1_000_000
-    shares = [value for name, value in found["run"].items() if name.endswith("_share")]
-    assert sum(shares) == pytest.approx(1)
+    assert sum([value for name, value in found["run"].items() if name.endswith("_share")]) == pytest.approx(1)
     assert found["price"]["price_of_run"] == pytest.approx(4 * 1.2 * found["run"]["run_s"] / 3600)
     out = planned("simulate", "plan.json", "--scenario", "spot", "--run-steps", "1000000")[1]
     assert "A run of 1,000,000 steps takes" in out
@@ -103,9 +101,9 @@ def test_a_sweep_is_a_table_a_csv_file_and_a_plot(planned):
 
 
 def test_cases_that_cannot_be_are_told_with_their_reason(planned):
-    options = ("--sweep", "plan.num_microbatches=4,3", "--out", "cases.csv")
-    code, out, _ = planned("simulate", "plan.json", *options)
-    assert code == 0
+    _, out, _ = planned(
+        "simulate", "plan.json", *("--sweep", "plan.num_microbatches=4,3", "--out", "cases.csv"), code=0
+    )
     assert "1 of 2 cases could not be simulated; plan.num_microbatches=3: A global batch of 16" in out
     rows = list(csv.DictReader(Path("cases.csv").read_text().splitlines()))
     assert rows[0]["error"] == ""
@@ -130,8 +128,7 @@ def test_names_of_strangers_are_printed_as_they_are(planned):
     assert (code, err) == (0, "")
     assert "Scenario [/x] [red]a: 1 [/z] per device and hour." in " ".join(out.split())
     assert "At 4 [/z] per hour" in out
-    code, out, _ = planned("simulate", "plan.json", "--scenario", "odd.toml", "--sweep", "price.currency=EUR,[/y]")
-    assert code == 0
+    _, out, _ = planned("simulate", "plan.json", "--scenario", "odd.toml", "--sweep", "price.currency=EUR,[/y]", code=0)
     assert "[/y]" in out
 
 
@@ -149,8 +146,7 @@ def test_names_of_strangers_are_printed_as_they_are(planned):
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(planned, options, words):
     before = set(Path().iterdir())
-    code, out, err = planned("simulate", "plan.json", *options)
-    assert code == 1
+    _, out, err = planned("simulate", "plan.json", *options, code=1)
     assert words in " ".join(err.split())
     assert out == ""
     assert set(Path().iterdir()) == before
@@ -171,8 +167,9 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(planned, options, word
 def test_what_the_cluster_has_not_is_told_by_file_and_effect(planned, effect, words):
     Path("two.toml").write_text(HEAD + '[[effects]]\nkind = "network-cards"\nnum_nics = 2\n[[effects]]\n' + effect)
     for options in ((), ("--sweep", "plan.num_microbatches=4")):
-        code, out, err = planned("simulate", "plan.json", "--scenario", "slow.toml", "--scenario", "two.toml", *options)
-        assert code == 1
+        _, out, err = planned(
+            "simulate", "plan.json", "--scenario", "slow.toml", "--scenario", "two.toml", *options, code=1
+        )
         assert f"two.toml.effects[1] {words}" in " ".join((out if options else err).split())
 
 
@@ -190,6 +187,5 @@ def test_an_interrupted_sweep_leaves_no_file(planned, monkeypatch):
     monkeypatch.setattr(module, "simulate_scenario", interrupt)
     monkeypatch.setattr(module, "run_places", lambda run, count, _: [run(place) for place in range(count)])
     before = set(Path().iterdir())
-    code, _, _ = planned("simulate", "plan.json", "--sweep", "seed=0..9", "--out", "a.csv", "--plot", "a.svg")
-    assert code == 130
+    planned("simulate", "plan.json", "--sweep", "seed=0..9", "--out", "a.csv", "--plot", "a.svg", code=130)
     assert set(Path().iterdir()) == before

@@ -53,7 +53,7 @@ def serve(run):
     """`simulate` of a deployment in the folder, with options."""
     Path("served.toml").write_text(DEPLOYMENT)
     Path("mine.py").write_text(OWN)
-    return lambda *options: run("simulate", "served.toml", "--seconds", "2", *options)
+    return lambda *options, **ends: run("simulate", "served.toml", "--seconds", "2", *options, **ends)
 
 
 def facts(serve, *options):
@@ -77,17 +77,14 @@ def test_a_deployment_is_simulated_under_its_policy(serve):
     assert (found["policy"], found["seconds"]) == ("symphony", 2.0)
     assert 0 < found["uncoordinated_scale"] < found["staggered_scale"]
     assert "policies" not in found
-    code, out, _ = serve()
-    assert code == 0
+    _, out, _ = serve(code=0)
     for words in ("symphony:", "cat", "dog", "requests per second in time", "if devices take turns"):
         assert words in out
 
 
 def test_json_documents_are_deployments_too(serve, run):
     write_document(read_deployment("served.toml"), "served.json")
-    code, out, _ = run("simulate", "served.json", "--seconds", "2", "--json")
-    assert code == 0
-    assert json.loads(out) == facts(serve)
+    assert json.loads(run("simulate", "served.json", "--seconds", "2", "--json", code=0)[1]) == facts(serve)
 
 
 @pytest.mark.long
@@ -136,16 +133,12 @@ def test_goodput_is_a_scale_for_each_policy(serve):
     assert rows["symphony"]["scale"] == scale
     assert {**rows["symphony"], **result.row()} == rows["symphony"]
     assert rows["symphony"]["bound_share"] == pytest.approx(scale / found["staggered_scale"])
-    code, out, _ = serve("--goodput", "--out", "goodput.json")
-    assert code == 0
-    assert "results written to goodput.json" in out
+    assert "results written to goodput.json" in serve("--goodput", "--out", "goodput.json", code=0)[1]
     assert json.loads(Path("goodput.json").read_text())["policies"][0]["scale"] == scale
 
 
 def test_results_are_written(serve):
-    code, out, _ = serve("--out", "result.json")
-    assert code == 0
-    assert "results written to result.json" in out
+    assert "results written to result.json" in serve("--out", "result.json", code=0)[1]
     assert json.loads(Path("result.json").read_text()) == facts(serve)
 
 
@@ -176,11 +169,9 @@ def test_models_are_placed_and_written(serve, run):
     assert all(0 < group["memory_bytes"] <= 5 * 2**30 for group in found["groups"])
     assert all(0 < group["busy_share"] < 1 for group in found["groups"])
     # What was printed is what the written deployment does.
-    code, out, _ = run("simulate", "placed.toml", "--seconds", "2", "--json")
-    assert code == 0
+    _, out, _ = run("simulate", "placed.toml", "--seconds", "2", "--json", code=0)
     assert {**found, "models": json.loads(out)["models"]} == found
-    code, out, _ = serve("--place", "best", "--out", "placed.json")
-    assert code == 0
+    _, out, _ = serve("--place", "best", "--out", "placed.json", code=0)
     for words in (
         "2 devices answer",
         "no placement could answer more than 100.00 %",
@@ -356,8 +347,7 @@ def test_files_that_are_none(run):
         ("broken.toml", "not valid TOML"),
         ("empty.toml", "expected schema 'meshwright/deployment/1', found None"),
     ):
-        code, _, err = run("simulate", name, "--seconds", "1")
-        assert code == 1
+        _, _, err = run("simulate", name, "--seconds", "1", code=1)
         assert "Traceback" not in err
         assert words in " ".join(err.split())
     Path("day.txt").write_text("1\n2\n3\n")
@@ -367,8 +357,7 @@ def test_files_that_are_none(run):
 @pytest.mark.long
 def test_the_example_that_is_shipped(run):
     path = Path(__file__).parents[2] / "examples" / "deployments" / "vision.toml"
-    code, out, _ = run("simulate", path, "--seconds", "1", "--json")
-    assert code == 0
+    _, out, _ = run("simulate", path, "--seconds", "1", "--json", code=0)
     assert [row["model"] for row in json.loads(out)["models"]] == ["classifier", "detector"]
 
 
@@ -376,8 +365,7 @@ def test_latencies_come_from_a_table(run):
     Path("served.toml").write_text(
         DEPLOYMENT.replace('latency = { alpha = "1 ms", beta = "5 ms", largest = 32 }', 'model = "gpt-tiny"')
     )
-    code, _, err = run("simulate", "served.toml")
-    assert code == 1
+    _, _, err = run("simulate", "served.toml", code=1)
     assert "Model 'cat' has no latency" in " ".join(err.split())
     write_document(
         Measurements(
@@ -398,8 +386,7 @@ def test_latencies_come_from_a_table(run):
     Path("line.toml").write_text(DEPLOYMENT)
     assert json.loads(out) == json.loads(run("simulate", "line.toml", "--seconds", "2", "--json")[1])
     for name, words in (("table.parquet", "a file that ends in .json"), ("none.json", "cannot be read")):
-        code, _, err = run("simulate", "served.toml", "--measurements", name)
-        assert code == 1
+        _, _, err = run("simulate", "served.toml", "--measurements", name, code=1)
         assert words in " ".join(err.split())
 
 
@@ -411,8 +398,7 @@ def traced(name, *moments):
 
 def test_traces_that_do_not_fill_the_time_are_told(serve):
     Path("served.toml").write_text(traced("even.txt", *(number / 100 for number in range(1, 101))))
-    code, out, err = serve("--scale", "2")
-    assert code == 0
+    _, out, err = serve("--scale", "2", code=0)
     assert "200 of 200 requests per second" in " ".join(out.split())
     assert "even.txt: it ends at 0.5 s, and 2 s are simulated" in " ".join(err.split())
     Path("served.toml").write_text(traced("late.txt", 1.7e9, 1.7e9 + 2))
@@ -470,6 +456,4 @@ def test_a_deployment_is_known_wherever_its_schema_stands(serve, run):
     schema = data.pop("schema")
     Path("served.json").write_text(json.dumps({**data, "schema": schema}).replace("/", "\\/"))
     assert Path("served.json").read_text().index("schema") > 256
-    code, out, _ = run("simulate", "served.json", "--seconds", "2", "--json")
-    assert code == 0
-    assert json.loads(out) == facts(serve)
+    assert json.loads(run("simulate", "served.json", "--seconds", "2", "--json", code=0)[1]) == facts(serve)

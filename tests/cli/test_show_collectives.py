@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from meshwright.cli.main import invoke
 from meshwright.cost import CostModel
 from meshwright.cost.collectives import COLLECTIVE_OPS
 from meshwright.cost.collectives.algorithms import ring_seconds
@@ -15,16 +14,8 @@ from meshwright.spec import ClusterError, load_cluster, write_document
 from tests.cost.facts import make_table, transfer_row
 
 
-def run(capsys, *arguments):
-    code = invoke(["show", *arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_rows_are_what_the_cost_model_says(capsys):
-    code, out, _ = run(capsys, "8xH100", "--collectives", "--ranks", "0,1,2,3", "--json")
-    assert code == 0
-    document = json.loads(out)
+def test_rows_are_what_the_cost_model_says(run):
+    document = json.loads(run("show", "8xH100", "--collectives", "--ranks", "0,1,2,3", "--json", code=0)[1])
     assert (document["cluster"], document["ranks"], document["limits"]) == ("8xH100", [0, 1, 2, 3], [])
     cost = CostModel(cluster=load_cluster("8xH100"), precision=document["precision"])
     pairs = [(row["collective"], row["num_bytes"]) for row in document["collectives"]]
@@ -53,19 +44,17 @@ def test_the_best_ring_crosses_each_node_once_and_the_limits_are_bytepss():
     assert all_spare["time_s"] < some["time_s"] < none["time_s"]
 
 
-def test_measured_rows_come_first(capsys, tmp_path):
+def test_measured_rows_come_first(run, tmp_path):
     rows = [transfer_row("all_reduce", 2, size, 1e-3 + size * 1e-9) for size in LISTED_BYTES]
     table = write_document(make_table(transfers=rows, device="cpu"), tmp_path / "table.json")
-    code, out, _ = run(capsys, "2xcpu", "--collectives", "--measurements", str(table), "--json")
-    assert code == 0
+    _, out, _ = run("show", "2xcpu", "--collectives", "--measurements", str(table), "--json", code=0)
     measured = [row for row in json.loads(out)["collectives"] if row["collective"] == "all_reduce"]
     assert {row["basis"] for row in measured} == {"measured"}
     assert [row["time_s"] for row in measured] == pytest.approx([1e-3 + size * 1e-9 for size in LISTED_BYTES])
 
 
-def test_tables_name_the_orders(capsys):
-    code, out, _ = run(capsys, "2x2xA100", "--collectives", "--ranks", "0,2,1,3")
-    assert code == 0
+def test_tables_name_the_orders(run):
+    _, out, _ = run("show", "2x2xA100", "--collectives", "--ranks", "0,2,1,3", code=0)
     for words in ("all_to_all", "bus bandwidth", "roofline", "best ring", "0 2 3 1", "spare"):
         assert words in out
 
@@ -84,9 +73,8 @@ def test_tables_name_the_orders(capsys):
         (("zoo", "--collectives"), "no other option"),
     ],
 )
-def test_what_does_not_go_together_is_refused(capsys, arguments, word):
-    code, _, err = run(capsys, *arguments)
-    assert code == 1
+def test_what_does_not_go_together_is_refused(run, arguments, word):
+    _, _, err = run("show", *arguments, code=1)
     assert word in " ".join(err.split())
 
 

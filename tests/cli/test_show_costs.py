@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.cli.main import invoke
 from meshwright.cost import CostModel
 from meshwright.cost.layer_rows import cost_rows, optimizer_row
 from meshwright.spec import Optimizer, load_cluster, load_shipped_graph
@@ -55,30 +54,19 @@ def test_the_optimizer_step_has_a_cost_where_there_is_one(graph):
     assert optimizer_row(cost, replace(graph, mode="inference"), kind) is None
 
 
-def run(capsys, *arguments):
-    code = invoke(["show", *arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_table_and_json_say_the_same(capsys, graph):
-    code, out, _ = run(capsys, "gpt-tiny", "--cluster", "2xcpu", "--batch-size", "4", "--json")
-    assert code == 0
-    document = json.loads(out)
+def test_table_and_json_say_the_same(run, graph):
+    document = json.loads(run("show", "gpt-tiny", "--cluster", "2xcpu", "--batch-size", "4", "--json", code=0)[1])
     assert (document["model"], document["batch_size"], document["precision"]) == ("gpt-tiny", 4, "float32")
     (device,) = document["devices"]
     assert device["kind"] == "cpu"
     assert len(device["layers"]) == len(graph.layers)
-    code, out, _ = run(capsys, "gpt-tiny", "--cluster", "2xcpu", "--batch-size", "4")
-    assert code == 0
+    _, out, _ = run("show", "gpt-tiny", "--cluster", "2xcpu", "--batch-size", "4", code=0)
     for word in ("forward", "backward", "low", "high", "basis", "saved", "80 % interval", "total"):
         assert word in out
 
 
-def test_gpus_are_estimated_in_half_precision(capsys):
-    code, out, _ = run(capsys, "gpt2-small", "--cluster", "A100", "--json")
-    assert code == 0
-    assert json.loads(out)["precision"] == "mixed"
+def test_gpus_are_estimated_in_half_precision(run):
+    assert json.loads(run("show", "gpt2-small", "--cluster", "A100", "--json", code=0)[1])["precision"] == "mixed"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +81,6 @@ def test_gpus_are_estimated_in_half_precision(capsys):
         (["gpt-tiny", "--cluster", "2xcpu", "--measurements", "missing.json"], "missing.json"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(capsys, arguments, said):
-    code, _, error = run(capsys, *arguments)
-    assert code == 1
+def test_what_cannot_be_meant_is_refused(run, arguments, said):
+    _, _, error = run("show", *arguments, code=1)
     assert said in " ".join(error.split())

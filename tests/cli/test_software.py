@@ -10,10 +10,8 @@ import pytest
 def step_s(run, *options):
     """Seconds of the plan of one device and one microbatch, by ``plan`` and by ``simulate``."""
     asked = ("gpt2-small", "--cluster", "1xA100", "--batch", 1, "-m", 1, "--out", "plan.json", "--json")
-    code, planned, error = run("plan", *asked, *options)
-    assert code == 0, error
-    code, simulated, error = run("simulate", "plan.json", "--json", *options)
-    assert code == 0, error
+    _, planned, _ = run("plan", *asked, *options, code=0)
+    _, simulated, _ = run("simulate", "plan.json", "--json", *options, code=0)
     return json.loads(planned)["plans"][0]["step_time_s"], json.loads(simulated)["step_time_s"]
 
 
@@ -32,10 +30,8 @@ def test_a_slower_host_makes_a_longer_step(run):
 
 def test_a_plan_remembers_what_it_was_estimated_for(run):
     asked = ("gpt2-small", "--cluster", "1xA100", "--batch", 1, "-m", 1, "--out", "plan.json", "--json")
-    code, planned, error = run("plan", *asked, "--software", "megatron@2022")
-    assert code == 0, error
-    code, simulated, said = run("simulate", "plan.json", "--json")
-    assert code == 0
+    _, planned, _ = run("plan", *asked, "--software", "megatron@2022", code=0)
+    _, simulated, said = run("simulate", "plan.json", "--json", code=0)
     assert "Estimated for megatron@2022, as the plan was made." in said
     assert json.loads(simulated)["step_time_s"] == pytest.approx(json.loads(planned)["plans"][0]["step_time_s"])
 
@@ -46,7 +42,6 @@ def test_unknown_software_is_refused(run, verb):
     if verb == "simulate":
         assert run("plan", *asked, "--out", "plan.json")[0] == 0
         asked = ("plan.json",)
-    code, _, error = run(verb, *asked, "--software", "deepspeed")
-    assert code == 1
+    _, _, error = run(verb, *asked, "--software", "deepspeed", code=1)
     assert "'deepspeed'" in error
     assert "alpa, llm-foundry, megatron, torchtitan" in error

@@ -24,18 +24,14 @@ PLAN = ["plan", "gpt-tiny", "--cluster", "2x4xA100", "--batch", "16", "--precisi
 )
 def test_a_split_plan_is_simulated_as_it_was_planned(run, options, tmp_path):
     path = tmp_path / "plan.json"
-    code, out, _ = run(*PLAN, *options, "--out", path)
-    assert code == 0
-    planned = json.loads(out)["plans"][0]
+    planned = json.loads(run(*PLAN, *options, "--out", path, code=0)[1])["plans"][0]
     plan = read_document(Plan, path)
     given = dict(zip(options[::2], options[1::2], strict=False)) if "--sequence-parallel" not in options else {}
     if given:
         assert plan.sharding.tensor == given.get("--tensor", 1)
         assert plan.exchange.zero == given.get("--zero", 0)
     assert plan.num_devices == 8
-    code, out, _ = run("simulate", path, "--json")
-    assert code == 0
-    found = json.loads(out)
+    found = json.loads(run("simulate", path, "--json", code=0)[1])
     assert found["steady"]["step_time_s"] == pytest.approx(planned["step_time_s"], rel=1e-9)
     assert ("teams" in found) == (plan.sharding.width > 1)
 
@@ -46,18 +42,14 @@ def test_a_split_plan_is_simulated_as_it_was_planned(run, options, tmp_path):
 )
 def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
     path, page = tmp_path / "plan.json", tmp_path / "page.html"
-    command = ["plan", model, *PLAN[2:], "--expert", 2, *options]
-    code, out, _ = run(*command, "--out", path, "--html", page)
-    assert code == 0
+    _, out, _ = run(*["plan", model, *PLAN[2:], "--expert", 2, *options], "--out", path, "--html", page, code=0)
     planned = json.loads(out)["plans"][0]
     plan = read_document(Plan, path)
     assert (plan.sharding.expert, plan.num_devices, plan.workload.global_batch) == (2, 8, 16)
     assert planned["microbatch_size"] == plan.microbatch_size == 16 // 2 // plan.num_microbatches
     assert planned["samples_per_s"] == pytest.approx(16 / planned["step_time_s"])
     assert "16 samples per step" in page.read_text()
-    code, out, _ = run("simulate", path, "--json", "--html", page)
-    assert code == 0
-    found = json.loads(out)["steady"]
+    found = json.loads(run("simulate", path, "--json", "--html", page, code=0)[1])["steady"]
     assert found["step_time_s"] == pytest.approx(planned["step_time_s"], rel=1e-9)
     assert found["samples_per_s"] == pytest.approx(planned["samples_per_s"], rel=1e-9)
     assert plan.graph_hash in page.read_text()
@@ -93,11 +85,9 @@ def test_what_cannot_be_split_is_refused(run, options, message):
 @pytest.mark.long
 def test_what_a_split_plan_cannot_do_is_not_run(run, tmp_path):
     path = tmp_path / "layout"
-    code, _, _ = run(*PLAN[:-1], "--tensor", 2, "--out", path)
-    assert code == 0
+    run(*PLAN[:-1], "--tensor", 2, "--out", path, code=0)
     plan = read_document(Plan, path / "plan.json")
-    exchange = replace(plan.exchange, algorithm="ring")
-    write_document(replace(plan, exchange=exchange), path / "ring.json")
+    write_document(replace(plan, exchange=replace(plan.exchange, algorithm="ring")), path / "ring.json")
     code, _, error = run("run", path / "ring.json")
     assert code != 0
     assert "which can only be simulated" in error
@@ -106,8 +96,7 @@ def test_what_a_split_plan_cannot_do_is_not_run(run, tmp_path):
 @pytest.mark.long
 def test_a_split_plan_comes_with_the_script_that_starts_it(run, tmp_path):
     path = tmp_path / "layout"
-    code, _, _ = run(*PLAN[:-1], "--tensor", 2, "--out", path)
-    assert code == 0
+    run(*PLAN[:-1], "--tensor", 2, "--out", path, code=0)
     plan = read_document(Plan, path / "plan.json")
     assert plan.num_devices == 2 * plan.num_ranks
     script = (path / "launch.sh").read_text()
@@ -119,8 +108,7 @@ def test_a_split_plan_is_said_in_other_words_or_refused(run, tmp_path):
     path = tmp_path / "plan.json"
     options = ["--stages", 1, "--tensor", 2, "--context", 2, "--zero", 1, "--recompute", "full"]
     assert run(*PLAN, *options, "--out", path)[0] == 0
-    code, out, _ = run("show", path, "--as", "megatron")
-    assert code == 0
+    _, out, _ = run("show", path, "--as", "megatron", code=0)
     for line in (
         "--tensor-model-parallel-size 2",
         "--context-parallel-size 2",
@@ -129,24 +117,16 @@ def test_a_split_plan_is_said_in_other_words_or_refused(run, tmp_path):
     ):
         assert line in out
     # What runs again is in the graph, which this system needs for nothing else.
-    code, out, _ = run("show", path, "--as", "accelerate", "--json")
-    assert code == 0
-    found = json.loads(out)["values"]
+    found = json.loads(run("show", path, "--as", "accelerate", "--json", code=0)[1])["values"]
     assert found["num_processes"] == 8
     assert found["megatron_lm_config"]["megatron_lm_recompute_granularity"] == "full"
-    code, _, error = run("show", path, "--as", "deepspeed")
-    assert code == 1
-    assert "Plan without --context" in error
-    code, _, error = run("show", path, "--as", "torch-csv")
-    assert code == 0
-    assert "tensor 2, context 2 (keys and values in a ring)" in error
+    assert "Plan without --context" in run("show", path, "--as", "deepspeed", code=1)[2]
+    assert "tensor 2, context 2 (keys and values in a ring)" in run("show", path, "--as", "torch-csv", code=0)[2]
 
 
 def test_stages_may_compute_different_parts_again(run, tmp_path):
     path = tmp_path / "plan.json"
-    code, out, _ = run(*PLAN, "--stages", 2, "--recompute", "full@0,op@1", "--out", path)
-    assert code == 0
-    assert "full@0,op@1" in out
+    assert "full@0,op@1" in run(*PLAN, "--stages", 2, "--recompute", "full@0,op@1", "--out", path, code=0)[1]
     plan, graph = read_document(Plan, path), load_shipped_graph("gpt-tiny")
     assert (plan.recompute, plan.keeps) == read_recompute(graph, "full@0,op@1", plan.bounds)
     cut = graph.layers[plan.stages[1].start].start
@@ -170,7 +150,6 @@ def test_experts_that_do_not_divide_are_refused_before_a_mixture_is_captured(run
 
     monkeypatch.setattr("meshwright.cli.model_arguments.capture_reference", capture)
     for size, words in ((3, "has 8 experts; expected a number that it divides"), (16, "fewer experts than ranks: 8")):
-        code, _, error = run("plan", path, "--cluster", "2x8xH100", "--expert", size)
-        assert code == 1
+        _, _, error = run("plan", path, "--cluster", "2x8xH100", "--expert", size, code=1)
         assert "num_local_experts" in error
         assert words in " ".join(error.split())

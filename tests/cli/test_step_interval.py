@@ -20,12 +20,10 @@ def table(tmp_path):
 
 def test_an_interval_is_said_where_ops_were_measured(run, table):
     asked = ("gpt-tiny", "--cluster", "2xcpu", "--batch", 8, "-m", 2, "--measurements", table, "--out", "plan.json")
-    code, out, error = run("plan", *asked, "--json")
-    assert code == 0, error
-    report = json.loads(out)
+    report = json.loads(run("plan", *asked, "--json", code=0)[1])
     low, high = report["step_interval_s"]
     assert low < report["plans"][0]["step_time_s"] < high
-    code, out, _ = run("simulate", "plan.json", "--measurements", table, "--json")
+    _, out, _ = run("simulate", "plan.json", "--measurements", table, "--json")
     assert json.loads(out)["step_interval_s"] == pytest.approx([low, high])
     said = run("simulate", "plan.json", "--measurements", table)[1]
     assert "80 % interval (from its ops, transfers and optimizer)" in " ".join(said.split())
@@ -33,9 +31,7 @@ def test_an_interval_is_said_where_ops_were_measured(run, table):
 
 def test_an_interval_of_datasheets_is_said_to_be_one(run):
     assert run("plan", "gpt-tiny", "--cluster", "2xcpu", "--batch", 8, "--out", "plan.json")[0] == 0
-    code, out, _ = run("simulate", "plan.json", "--json")
-    assert code == 0
-    found = json.loads(out)
+    found = json.loads(run("simulate", "plan.json", "--json", code=0)[1])
     low, high = found["step_interval_s"]
     assert low < found["step_time_s"] < high
     assert found["step_interval_measured"] is False
