@@ -257,10 +257,10 @@ def test_heads_of_pages_that_cannot_be_are_refused():
     for size in random.integers(0, 60, 3000):
         with contextlib.suppress(ValueError):
             assert all(min(page) >= 0 for page in _pages(random.bytes(int(size)), 0, int(size)))
-    deep = bytes([0x1C] * 20)
-    with pytest.raises(ValueError, match="too many levels"):
-        list(_pages(deep, 0, len(deep)))
-    with pytest.raises(ValueError, match="more than 64 bits"):
-        list(_pages(bytes([0x15, *[255] * 20]), 0, 21))
-    with pytest.raises(ValueError, match="cut off"):
-        list(_pages(bytes([0x19, 0xF5, 255, 255, 255, 1, 0]), 0, 7))
+    for head, words in (
+        ([0x1C] * 20, "too many levels"),
+        ([0x15, *[255] * 20], "more than 64 bits"),
+        ([0x19, 0xF5, 255, 255, 255, 1, 0], "cut off"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            list(_pages(bytes(head), 0, len(head)))

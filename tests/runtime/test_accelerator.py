@@ -111,12 +111,13 @@ def test_the_device_is_that_of_the_plans_cluster(monkeypatch):
     assert choose_device(make_plan("2xcpu")) == "cpu"
     assert choose_device(make_plan("")) == "cpu"
     assert choose_device(make_plan("2x8xH100"), "cpu") == "cpu"
-    with pytest.raises(PlanError, match=r"is for H100, and torch sees no CUDA device here.*--device cpu"):
-        choose_device(make_plan("2x8xH100"))
-    with pytest.raises(PlanError, match="is for CUDA devices, and torch sees no CUDA device"):
-        choose_device(make_plan("2xcpu"), "cuda")
-    with pytest.raises(PlanError, match="Device 'mps' was given; expected cpu or cuda"):
-        choose_device(make_plan("2xcpu"), "mps")
+    for cluster, device, words in (
+        ("2x8xH100", None, r"is for H100, and torch sees no CUDA device here.*--device cpu"),
+        ("2xcpu", "cuda", "is for CUDA devices, and torch sees no CUDA device"),
+        ("2xcpu", "mps", "Device 'mps' was given; expected cpu or cuda"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            choose_device(make_plan(cluster), device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device(make_plan("")) == "cuda"
     assert choose_device(make_plan("2xcpu")) == "cpu"

@@ -391,11 +391,18 @@ def test_a_year_between_two_requests(tmp_path):
     assert result.models[0].num_in_time == 5
 
 
-def test_outages_come_at_moments_of_the_simulation():
-    with pytest.raises(ServingError, match="An outage: since"):
-        Outage(device=0, since=-1.0)
-    with pytest.raises(ServingError, match="An outage: until"):
-        Outage(device=0, since=0.0, until=1e20)
-    with pytest.raises(ServingError, match="expected an end after the start"):
-        Outage(device=0, since=1.0, until=1.0)
+@pytest.mark.parametrize(
+    ("since", "until", "words"),
+    [
+        (-1.0, None, "An outage: since"),
+        (0.0, 1e20, "An outage: until"),
+        (1.0, 1.0, "expected an end after the start"),
+    ],
+)
+def test_outages_come_at_moments_of_the_simulation(since, until, words):
+    with pytest.raises(ServingError, match=words):
+        Outage(device=0, since=since, until=until)
+
+
+def test_a_rate_may_be_zero():
     assert Poisson(rate=0.0).rate == 0

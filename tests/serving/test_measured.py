@@ -44,16 +44,19 @@ def test_models_without_a_latency_take_the_measured_one(tmp_path, monkeypatch):
     assert found[2] == replace(own, latency=Latency(points=((2, 0.001),), largest=2))
 
 
-def test_what_was_not_measured_is_named():
-    model = ServedModel(name="a", slo=0.05, model="gpt-tiny")
-    with pytest.raises(ServingError, match=r"no batches of gpt-tiny; they have those of: bert-tiny\."):
-        take_latencies(serving(model), table(**{"bert-tiny": {1: 0.001}}))
-    with pytest.raises(ServingError, match=r"those of: none\. Measure it: meshwright measure gpt-tiny --batches"):
-        take_latencies(serving(model), table())
-    with pytest.raises(ServingError, match="All models of the deployment have a latency"):
-        take_latencies(serving(replace(model, latency=LINE)), table(**{"gpt-tiny": {1: 0.001}}))
-    with pytest.raises(ServingError, match=r"longer than its SLO of 0\.05 s"):
-        take_latencies(serving(model), table(**{"gpt-tiny": {1: 0.1}}))
+@pytest.mark.parametrize(
+    ("latency", "measured", "words"),
+    [
+        (None, {"bert-tiny": {1: 0.001}}, r"no batches of gpt-tiny; they have those of: bert-tiny\."),
+        (None, {}, r"those of: none\. Measure it: meshwright measure gpt-tiny --batches"),
+        (LINE, {"gpt-tiny": {1: 0.001}}, "All models of the deployment have a latency"),
+        (None, {"gpt-tiny": {1: 0.1}}, r"longer than its SLO of 0\.05 s"),
+    ],
+)
+def test_what_was_not_measured_is_named(latency, measured, words):
+    model = ServedModel(name="a", slo=0.05, model="gpt-tiny", latency=latency)
+    with pytest.raises(ServingError, match=words):
+        take_latencies(serving(model), table(**measured))
 
 
 def test_points_of_a_line_are_simulated_as_the_line():

@@ -28,11 +28,17 @@ VALUES = {
 }
 
 
+def echoing(folder, *options):
+    """A server of one model for each datatype."""
+    text = 'schema = "meshwright/deployment/1"\ndevices = 1\npolicy = "eager"\n'
+    return serving(
+        folder, text + "".join(MODEL.format(name=name.lower(), datatype=name) for name in DATATYPES), *options
+    )
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    text = 'schema = "meshwright/deployment/1"\ndevices = 1\npolicy = "eager"\n'
-    text += "".join(MODEL.format(name=name.lower(), datatype=name) for name in DATATYPES)
-    with serving(tmp_path_factory.mktemp("triton"), text) as server:
+    with echoing(tmp_path_factory.mktemp("triton")) as server:
         yield server
         assert server.end() == 0
 
@@ -50,11 +56,10 @@ def values_of(datatype, count=4):
     return np.resize(np.array(given, kind), (count, 2, 3))
 
 
-def inputs_of(datatype, values, is_binary):
-    given = http.InferInput("x", list(values.shape), datatype)
-    given.set_data_from_numpy(values, binary_data=is_binary)
-    other = http.InferInput("z", [len(values)], "INT8")
-    other.set_data_from_numpy(np.arange(len(values), dtype=np.int8), binary_data=is_binary)
+def inputs_of(datatype, values, make=http.InferInput, **options):
+    given, other = make("x", list(values.shape), datatype), make("z", [len(values)], "INT8")
+    given.set_data_from_numpy(values, **options)
+    other.set_data_from_numpy(np.arange(len(values), dtype=np.int8), **options)
     return [given, other]
 
 
@@ -67,7 +72,11 @@ def test_values_of_all_datatypes_come_back(client, datatype, sends_binary, asks_
     values = values_of(datatype)
     outputs = [http.InferRequestedOutput(name, binary_data=asks_binary) for name in ("w", "y")]
     answer = client.infer(
-        datatype.lower(), inputs_of(datatype, values, sends_binary), outputs=outputs, request_id="a", model_version="1"
+        datatype.lower(),
+        inputs_of(datatype, values, binary_data=sends_binary),
+        outputs=outputs,
+        request_id="a",
+        model_version="1",
     )
     document = answer.get_response()
     assert (document["id"], document["model_name"], document["model_version"]) == ("a", datatype.lower(), "1")
@@ -78,7 +87,7 @@ def test_values_of_all_datatypes_come_back(client, datatype, sends_binary, asks_
 
 def test_without_outputs_all_come_as_the_client_asks(client):
     values = values_of("INT32", 1)
-    answer = client.infer("int32", inputs_of("INT32", values, True))
+    answer = client.infer("int32", inputs_of("INT32", values))
     assert np.array_equal(answer.as_numpy("y").reshape(values.shape), values)
     assert answer.get_output("w")["datatype"] == "INT8"
 
@@ -88,7 +97,7 @@ def test_bodies_may_be_compressed(client, algorithm):
     values = values_of("FP64", 1000)
     answer = client.infer(
         "fp64",
-        inputs_of("FP64", values, True),
+        inputs_of("FP64", values),
         request_compression_algorithm=algorithm,
         response_compression_algorithm=algorithm,
     )
@@ -100,7 +109,7 @@ def test_many_requests_at_once(server):
         asked = []
         for place in range(200):
             values = np.full((1, 2, 3), place, np.int64)
-            asked.append((values, client.async_infer("int64", inputs_of("INT64", values, True))))
+            asked.append((values, client.async_infer("int64", inputs_of("INT64", values))))
         for values, request in asked:
             assert np.array_equal(request.get_result(timeout=30).as_numpy("y").reshape(values.shape), values)
 
@@ -123,7 +132,7 @@ def test_what_a_server_tells_of_itself(client):
 
 
 def test_timeouts_and_priorities(client):
-    inputs = inputs_of("FP32", values_of("FP32"), True)
+    inputs = inputs_of("FP32", values_of("FP32"))
     assert client.infer("fp32", inputs, timeout=5_000_000, priority=1) is not None
     begin = time.monotonic()
     with pytest.raises(errors.InferenceServerException, match="cannot be answered by its deadline") as told:
@@ -138,18 +147,23 @@ def test_timeouts_and_priorities(client):
 def test_errors_say_what_is_wrong(client):
     values = values_of("FP32")
     for name, version, inputs, status, text in (
-        ("nothing", "", inputs_of("FP32", values, True), "404", "There is no model 'nothing'"),
-        ("fp32", "7", inputs_of("FP32", values, True), "404", "has no version '7'"),
-        ("fp64", "", inputs_of("FP32", values, True), "400", "was sent as 'FP32'; expected FP64"),
-        ("fp32", "", inputs_of("FP32", values, True)[:1], "400", "Inputs are missing: 'z'"),
-        ("fp32", "", inputs_of("FP32", values[:, :1], True), "400", r"has the shape \[4, 1, 3\]"),
+        ("nothing", "", inputs_of("FP32", values), "404", "There is no model 'nothing'"),
+        ("fp32", "7", inputs_of("FP32", values), "404", "has no version '7'"),
+        ("fp64", "", inputs_of("FP32", values), "400", "was sent as 'FP32'; expected FP64"),
+        ("fp32", "", inputs_of("FP32", values)[:1], "400", "Inputs are missing: 'z'"),
+        ("fp32", "", inputs_of("FP32", values[:, :1]), "400", r"has the shape \[4, 1, 3\]"),
     ):
         with pytest.raises(errors.InferenceServerException, match=text) as told:
             client.infer(name, inputs, model_version=version)
         assert told.value.status() == status
-    with pytest.raises(errors.InferenceServerException, match="sequence_id"):
-        client.infer("fp32", inputs_of("FP32", values, True), sequence_id=5)
-    with pytest.raises(errors.InferenceServerException, match="There is no output 'v'"):
-        client.infer("fp32", inputs_of("FP32", values, True), outputs=[http.InferRequestedOutput("v")])
-    with pytest.raises(errors.InferenceServerException, match="not supported"):
-        client.infer("fp32", inputs_of("FP32", values, True), outputs=[http.InferRequestedOutput("y", class_count=2)])
+    refuse_options(client, inputs_of("FP32", values), http.InferRequestedOutput)
+
+
+def refuse_options(client, inputs, output):
+    for options, text in (
+        ({"sequence_id": 5}, "sequence_id"),
+        ({"outputs": [output("v")]}, "There is no output 'v'"),
+        ({"outputs": [output("y", class_count=2)]}, "not supported"),
+    ):
+        with pytest.raises(errors.InferenceServerException, match=text):
+            client.infer("fp32", inputs, **options)

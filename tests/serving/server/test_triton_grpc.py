@@ -3,13 +3,15 @@
 import asyncio
 import concurrent.futures
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from meshwright.spec import DATATYPES
 from tests.serving.server.servers import EMULATED, serving, wait_until_gone
-from tests.serving.server.test_triton_client import MODEL, values_of
+from tests.serving.server.test_triton_client import echoing, refuse_options, values_of
+from tests.serving.server.test_triton_client import inputs_of as echoed_inputs
 
 pytestmark = pytest.mark.long  # the server takes seconds to start
 
@@ -20,9 +22,7 @@ errors = pytest.importorskip("tritonclient.utils")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    text = 'schema = "meshwright/deployment/1"\ndevices = 1\npolicy = "eager"\n'
-    text += "".join(MODEL.format(name=name.lower(), datatype=name) for name in DATATYPES)
-    with serving(tmp_path_factory.mktemp("triton"), text, "--fronts", "2") as server:
+    with echoing(tmp_path_factory.mktemp("triton"), "--fronts", "2") as server:
         yield server
         assert server.end() == 0
 
@@ -33,12 +33,7 @@ def client(server):
         yield client
 
 
-def inputs_of(datatype, values):
-    given = triton.InferInput("x", list(values.shape), datatype)
-    given.set_data_from_numpy(values)
-    other = triton.InferInput("z", [len(values)], "INT8")
-    other.set_data_from_numpy(np.arange(len(values), dtype=np.int8))
-    return [given, other]
+inputs_of = partial(echoed_inputs, make=triton.InferInput)
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
@@ -160,12 +155,7 @@ def test_errors_say_what_is_wrong(client):
         with pytest.raises(errors.InferenceServerException, match=text) as told:
             client.infer(name, inputs, model_version=version)
         assert told.value.status() == f"StatusCode.{status}"
-    with pytest.raises(errors.InferenceServerException, match="sequence_id"):
-        client.infer("fp32", inputs_of("FP32", values), sequence_id=5)
-    with pytest.raises(errors.InferenceServerException, match="There is no output 'v'"):
-        client.infer("fp32", inputs_of("FP32", values), outputs=[triton.InferRequestedOutput("v")])
-    with pytest.raises(errors.InferenceServerException, match="not supported"):
-        client.infer("fp32", inputs_of("FP32", values), outputs=[triton.InferRequestedOutput("y", class_count=2)])
+    refuse_options(client, inputs_of("FP32", values), triton.InferRequestedOutput)
     shared = triton.InferInput("x", [4, 2, 3], "FP32")
     shared.set_shared_memory("region", 96)
     with pytest.raises(errors.InferenceServerException, match="is in shared memory, which is not supported"):
