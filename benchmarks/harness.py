@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,6 +108,13 @@ def parse_options(description: str, only: tuple[str, ...] = ()) -> argparse.Name
     if only:
         parser.add_argument("--only", choices=only, action="append", help="one section alone; repeat for several")
     return parser.parse_args()
+
+
+def publish_sections(name: str, description: str, sections: Mapping[str, Callable[[bool], list[Row]]]) -> int:
+    """Run the sections that --only names, or all; publish their rows. Sections take whether the run is a quick one."""
+    options = parse_options(description, tuple(sections))
+    rows = [row for section in options.only or sections for row in sections[section](options.quick)]
+    return publish(name, rows, options, label="-".join(options.only or ()))
 
 
 def publish(name: str, rows: list[Row], options: argparse.Namespace, notes: str = "", label: str = "") -> int:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from harness import Row, make_row, parse_options, publish
+from harness import Row, make_row, publish_sections
 from rewrite_search import search, speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -138,12 +138,5 @@ def book(quick: bool) -> list[Row]:
 RUN = {"others": others, "xla": xla, "terms": terms, "book": book, "search": search, "speed": speed}
 
 
-def main() -> int:
-    options = parse_options(__doc__, tuple(RUN))
-    chosen = options.only or tuple(RUN)
-    rows = [row for section, run in RUN.items() if section in chosen for row in run(options.quick)]
-    return publish("rewrite", rows, options, label="-".join(options.only or ()))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish_sections("rewrite", __doc__, RUN))

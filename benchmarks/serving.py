@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Row, make_row, parse_options, publish
+from harness import Row, make_row, publish_sections
 from hiccups import run_with_hiccups
 from serving_live import STRONG
 
@@ -359,12 +359,5 @@ SECTIONS = {
 }
 
 
-def main() -> int:
-    options = parse_options(__doc__, tuple(SECTIONS))
-    chosen = options.only or list(SECTIONS)
-    rows = [row for name in chosen for row in SECTIONS[name](options.quick)]
-    return publish("serving", rows, options, label="-".join(chosen) if options.only else "")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish_sections("serving", __doc__, SECTIONS))

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import psutil
 from bare_hops import bare_hops
-from harness import Row, make_row, parse_options, publish
+from harness import Row, make_row, publish_sections
 from sharded_decisions import sharded
 
 from meshwright.serving import bound_scale, find_goodput, load_policy, simulate_deployment
@@ -485,12 +485,5 @@ SECTIONS = {
 }
 
 
-def main() -> int:
-    options = parse_options(__doc__, tuple(SECTIONS))
-    chosen = options.only or list(SECTIONS)
-    rows = [row for name in chosen for row in SECTIONS[name](options.quick)]
-    return publish("serving_live", rows, options, label="-".join(chosen) if options.only else "")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(publish_sections("serving_live", __doc__, SECTIONS))

@@ -8,19 +8,21 @@ from meshwright.planner.rank_layouts import Layout, find_places
 from tests.planner.test_search import cluster_of
 
 
-def test_stage_major_takes_consecutive_ranks():
-    layout = Layout(name="stage-major", num_ranks=6)
-    assert [layout.ranks(before, take) for before, take in ((0, 1), (1, 3), (4, 2))] == [(0,), (1, 2, 3), (4, 5)]
-
-
-def test_replica_major_puts_a_pipeline_side_by_side():
-    layout = Layout(name="replica-major", num_ranks=6, num_stages=3)
-    assert [layout.ranks(before, 2) for before in (0, 2, 4)] == [(0, 3), (1, 4), (2, 5)]
-
-
-def test_reversed_counts_from_the_last():
-    layout = Layout(name="reversed", num_ranks=6)
-    assert [layout.ranks(before, take) for before, take in ((0, 1), (1, 3), (4, 2))] == [(5,), (4, 3, 2), (1, 0)]
+@pytest.mark.parametrize(
+    ("layout", "asked", "ranks"),
+    [
+        (Layout(name="stage-major", num_ranks=6), ((0, 1), (1, 3), (4, 2)), [(0,), (1, 2, 3), (4, 5)]),
+        (
+            Layout(name="replica-major", num_ranks=6, num_stages=3),
+            ((0, 2), (2, 2), (4, 2)),
+            [(0, 3), (1, 4), (2, 5)],
+        ),
+        (Layout(name="reversed", num_ranks=6), ((0, 1), (1, 3), (4, 2)), [(5,), (4, 3, 2), (1, 0)]),
+    ],
+    ids=["consecutive ranks", "pipelines side by side", "from the last rank"],
+)
+def test_layouts_give_stages_their_ranks(layout, asked, ranks):
+    assert [layout.ranks(before, take) for before, take in asked] == ranks
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (3, 5)])

@@ -41,18 +41,17 @@ def opaque(terms):
     return [node.attribute("key") for node in terms.nodes if node.operator == OPAQUE]
 
 
-@pytest.mark.parametrize("name", ["bert-tiny", "gpt-tiny", "resnet-tiny", "unet-tiny", "vgg-tiny"])
-def test_models_of_the_zoo_are_read_and_written(name):
-    source = load_model(name)
-    with torch.no_grad():
-        round_trip(source.model.eval(), source.inputs)
+OTHERS = ("ddpm-tiny", "dlrm-tiny", "gnmt-tiny", "llama-lora-tiny", "llama-tiny", "mixtral-tiny", "t5-tiny")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["ddpm-tiny", "dlrm-tiny", "gnmt-tiny", "llama-lora-tiny", "llama-tiny", "mixtral-tiny", "t5-tiny"]
+    "name",
+    [
+        *("bert-tiny", "gpt-tiny", "resnet-tiny", "unet-tiny", "vgg-tiny"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS),
+    ],
 )
-def test_more_models_of_the_zoo_are_read_and_written(name):
+def test_models_of_the_zoo_are_read_and_written(name):
     source = load_model(name)
     with torch.no_grad():
         round_trip(source.model.eval(), source.inputs)
