@@ -1,4 +1,4 @@
-"""Bytes of a stage by part, and its peak for microbatches in flight.
+"""Bytes of a stage by part, its peak for microbatches in flight (`weigh_stage`), and every allocation (`trace_step`).
 
     static         parameters + buffers + optimizer states (+ master weights in mixed precision)
     inputs         of every microbatch of a step, during the whole step
@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Graph, StageSlice, Workload
 
 
-# Every allocation of a training step of a whole graph on one device, op by op, as eager torch makes them.
+# The first step makes the optimizer's states, the second is like all later ones.
+_NUM_STEPS = 2
+
+
+# The allocations are those of eager torch, op by op:
 #
 #     forward     an op allocates its outputs and what it keeps for its backward; a value is freed after its last use
 #                 unless an op saved it
@@ -50,17 +54,11 @@ if TYPE_CHECKING:
 #                 all at once one more for each (_multi_tensor_adam: the roots); a fused one, and SGD, need none
 #     recompute   ops of a range keep only what the range reads, and results of those that `Graph.keeps` names; before
 #                 its backward the others are recomputed, up to the last value that was saved
-# (torch/utils/checkpoint.py,
-#                 non-reentrant; create_selective_checkpoint_contexts)
+#                 (torch/utils/checkpoint.py, non-reentrant; create_selective_checkpoint_contexts)
 #
 # Gradients of parameters are freed after the optimizer's step (set_to_none) and accumulate over microbatches. Sizes are
 # exact for the dtypes of the workload; memory that libraries allocate internally is not included. Checked against
 # torch's own account of its allocations in `meshwright.validation.memory_sets`.
-
-# The first step makes the optimizer's states, the second is like all later ones.
-_NUM_STEPS = 2
-
-
 def trace_step(
     graph: Graph,
     workload: Workload,
