@@ -1,14 +1,15 @@
-"""One Markov chain over strategies: propose, simulate what changes, accept by Metropolis' rule. Compiled.
+"""A Markov chain over strategies (`walk`): propose, simulate what changes, accept by Metropolis' rule. Compiled.
 
 A proposal takes a layer at random and gives it
 
-    with 1/2   a random candidate, on a run of neighbouring devices from a random one on (the original's device maps)
+    with 1/2   a random candidate, on a run of neighbouring devices from a random one on (the device maps of FlexFlow's
+               own code)
     with 1/4   a random candidate, on any distinct devices in any order (the paper's)
     with 1/4   the degrees and devices of a layer that it shares an edge with, if it can be split so
 
-and is drawn anew where that is what the layer has already: such a proposal changes nothing and is not counted. It is
-accepted if the step becomes no longer, else with probability exp(-beta (new - old)). The number that decides is drawn
-first: with ``cut``, the simulation ends as soon as it is certain that the proposal is refused.
+and is drawn anew if the layer has this configuration already: such a proposal changes nothing and is not counted. It is
+accepted if the step does not become longer; otherwise with probability exp(-beta (new - old)). The random number that
+decides is drawn first: with ``cut``, the simulation ends as soon as it is certain that the proposal is rejected.
 """
 
 from __future__ import annotations
@@ -56,34 +57,12 @@ from meshwright.planner.methods.flexflow.soap_arrays import (
 from meshwright.planner.methods.flexflow.task_run import run_task
 from meshwright.simulator.sharing import pop, push
 
-# Delta simulation: after a change of some layers only what it moves is simulated again, bit for bit. Compiled.
-#
-# The tasks of a change are those of the changed layers and what is next to them: **new** ones, those that are **gone**,
-# and passes of neighbours, which wait for others now. One sweep goes over the tasks in the order of (ready, number), as
-# the full simulation does, and merges two rows: those of before, in the order that they had, and a heap of those that
-# have moved. A task of before that nothing before it in the sweep has moved is ready when it was; it is looked at only
-# for whether what it holds is free then, which costs a fraction of a task that is run. What ends at another time than
-# before moves all that waits for it:
-#
-#     moved        its time is not known yet; it comes out of the row of before, and into the heap when all that it
-#                  waits
-#                  for is known
-#     suspected    it waits for something that moved; when its turn comes and that is still not known, it has moved
-#
-# Why the result is that of the full simulation: by induction over (ready, number) each task comes up when all tasks
-# before it in that order are known, and then ready(t) and start(t) are as in `full`. A task that is suspected and whose
-# turn comes waits for one that is ready later than it was itself, so that one ends later than before, and will tell.
-#
-# ``limit_ps``: give up as soon as it is certain that the step takes longer; of a task that ends at t, what must follow
-# takes ``tail_ps`` at least. Metropolis' rule draws its number first, and so never sees a difference.
-# Source of the idea: Jia et al. 2019, section 5.3, whose queue may update a task more than once; here each runs once.
-
-# What `mark` says of a task above the stamp of the change; one with less is clean.
+# Values of `mark` above the stamp of the change; a task with a lower value is unchanged.
 SUSPECTED, IS_MOVED, IS_KNOWN, IS_GONE = 1, 2, 3, 4
 _STAMPS = 5
-# When a task ended that was not there before.
+# The end of a task that did not exist before.
 NEVER = -1
-# In place of a time, where a sweep gave up.
+# Returned in place of a time if a sweep gave up.
 TOO_MANY = -2
 # When this share of all tasks has moved, all are simulated: updating a task takes three times as long as running it.
 GIVE_UP = 1 / 16
@@ -91,18 +70,37 @@ GIVE_UP = 1 / 16
 
 @compiled
 def begin_change(schedule: Schedule) -> None:
-    """A change begins; the last one is kept, or has been taken back."""
+    """Begin a change; the last one was kept or taken back."""
     schedule.state[STAMP] += _STAMPS
     schedule.state[NOTED] = schedule.state[SIZE] = schedule.state[MOVED] = 0
 
 
 @compiled
 def release(soap: Soap, strategy: Strategy, schedule: Schedule, layer: int) -> None:
-    """Take the tasks of a layer out, before it is configured anew."""
+    """Remove the tasks of a layer, before it is configured anew."""
     for k in range(_tasks_of(soap, strategy, schedule.changed, layer)):
         strategy.task[schedule.changed[k], MARK] = schedule.state[STAMP] + IS_GONE
 
 
+# Delta simulation: after a change of some layers only what it moves is simulated again, with the bits of a full
+# simulation. The tasks of a change are those of the changed layers and of their neighbours: **new** ones, those that
+# are **gone**, and passes of neighbours, which wait for others now. One sweep goes over the tasks in the order of
+# (ready, number), as the full simulation does, and merges two sequences: the tasks of the former schedule in their
+# former order, and a heap of those that have moved. A former task that no earlier task of the sweep has moved is ready
+# when it was; only the time at which its device or link is free is checked, which costs a fraction of running it. A
+# task that ends at another time than before moves all tasks that wait for it:
+#
+#     moved        its time is not known yet; it leaves the former sequence, and enters the heap when all that it waits
+#                  for is known
+#     suspected    it waits for something that moved; when its turn comes and that is still not known, it has moved
+#
+# The result is that of the full simulation: by induction over (ready, number) each task is reached when all tasks
+# before it in that order are known, and then ready(t) and start(t) are as in `full`. A suspected task whose turn comes
+# waits for one that is ready later than this task was; so that one ends later than before, and moves it.
+#
+# ``limit_ps``: the simulation ends as soon as it is certain that the step takes longer; after a task that ends at t,
+# the rest takes at least ``tail_ps``. Metropolis' rule draws its number first, so this changes no decision. Source of
+# the idea: Jia et al. 2019, section 5.3, whose queue may update a task more than once; here each runs once.
 @compiled
 def simulate_change(
     soap: Soap,
@@ -113,10 +111,10 @@ def simulate_change(
     tail_ps: Integers,
     gives_up: bool,
 ) -> int:
-    """The step time in ps after ``layers`` were released and configured; `BEYOND` if it exceeds ``limit_ps``.
+    """Return the step time in ps after ``layers`` were released and configured; `BEYOND` if it exceeds ``limit_ps``.
 
     Call `keep` or `take_back` then. ``tail_ps`` is that of `shortest_tails`; with ``gives_up``, a change that moves
-    much is simulated in full.
+    many tasks is simulated in full.
     """
     task, pool, log, state, changed = strategy.task, strategy.pool, schedule.log, schedule.state, schedule.changed
     stamp, stride, size = state[STAMP], 1 + (1 << soap.shift), 0
@@ -148,14 +146,14 @@ def simulate_change(
 
 @compiled
 def keep(schedule: Schedule) -> None:
-    """Go on from the last change."""
+    """Accept the last change: its schedule becomes the current one."""
     schedule.state[ROW] = 1 - schedule.state[ROW]
     schedule.state[COUNT], schedule.state[ENDS] = schedule.state[NEW_COUNT], schedule.state[NEW_ENDS]
 
 
 @compiled
 def take_back(strategy: Strategy, schedule: Schedule) -> None:
-    """Make the last change undone; the layers must be given their old configurations, too."""
+    """Undo the last change; the caller must also give the layers their old configurations."""
     for k in range(schedule.state[NOTED]):
         number = schedule.log[k, 0]
         strategy.task[number, READY], strategy.task[number, END] = schedule.log[k, 1], schedule.log[k, 2]
@@ -333,10 +331,10 @@ SIMULATED, ACCEPTED, WORSE, WORSE_ACCEPTED, CUT = range(5)
 
 
 class Chain(NamedTuple):
-    """A chain: where it is, the best it has seen (``candidates`` (n,), ``devices`` (n, P)), and counts.
+    """A chain: its current strategy, the best one so far (``candidates`` (n,), ``devices`` (n, P)), and counts.
 
-    ``step_ps`` (2,): of where it is, and of the best. ``layer`` (1,) and ``devices_of`` (2, P) are room to work in:
-    devices of a layer now, and of a proposal.
+    ``step_ps`` (2,): step times of the current strategy and of the best. ``layer`` (1,) and ``devices_of`` (2, P) are
+    scratch space: devices of a layer now, and of a proposal.
     """
 
     strategy: Strategy
@@ -351,7 +349,7 @@ class Chain(NamedTuple):
 
 @compiled
 def start(soap: Soap, chain: Chain, candidates: Integers, devices: Integers) -> None:
-    """Begin at a strategy, which is the best so far; all counts go on."""
+    """Begin at a strategy, which becomes the best so far; counts continue."""
     configure_all(soap, chain.strategy, candidates, devices)
     chain.step_ps[:] = simulate_all(soap, chain.strategy, chain.schedule)
     chain.candidates[:] = candidates
@@ -360,7 +358,7 @@ def start(soap: Soap, chain: Chain, candidates: Integers, devices: Integers) -> 
 
 @compiled
 def reset(soap: Soap, chain: Chain) -> None:
-    """Go back to the best."""
+    """Set the chain back to its best strategy."""
     configure_all(soap, chain.strategy, chain.candidates, chain.devices)
     chain.step_ps[0] = simulate_all(soap, chain.strategy, chain.schedule)
 
@@ -417,9 +415,11 @@ def walk(
 def propose(
     soap: Soap, strategy: Strategy, random: np.random.Generator, layer: Integers, now: Integers, new: Integers
 ) -> int:
-    """Draw a layer and another configuration of it: its candidate, and devices into ``new``; those it has into ``now``.
+    """Draw a layer and another configuration of it; return its candidate.
 
-    Returns -1 if a thousand draws find nothing else than what is there.
+    Its devices are written into ``new``, the present ones into ``now``.
+
+    Returns -1 if a thousand draws give only the present configuration.
     """
     num_layers = len(soap.trains)
     for _ in range(1000):
@@ -483,9 +483,9 @@ def _copy(soap: Soap, strategy: Strategy, random: np.random.Generator, layer: in
 
 @compiled
 def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps: NDArray[np.float64]) -> int:
-    """Simulate as many proposals as ``rises_ps`` has entries, accept none; write down by how much the longer ones rise.
+    """Simulate a proposal for each entry of ``rises_ps``, accept none; record the increases of those that are longer.
 
-    Returns how many are longer.
+    Returns the number of longer ones.
     """
     strategy, schedule, now, new, count = chain.strategy, chain.schedule, chain.devices_of[0], chain.devices_of[1], 0
     for _ in range(len(rises_ps)):
@@ -504,7 +504,7 @@ def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps
 
 
 def empty_chain(soap: Soap) -> Chain:
-    """Room for a chain that has not begun."""
+    """Return a chain without a strategy, with room for one."""
     num_layers, width = len(soap.trains), 1 << soap.shift
     return Chain(
         strategy=empty_strategy(soap),
