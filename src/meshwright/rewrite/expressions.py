@@ -79,7 +79,7 @@ class Condition:
     right: Attribute
 
     def holds(self, tensors: Mapping[str, Indexed], letters: Mapping[str, Any]) -> bool:
-        """Whether it holds of values."""
+        """Return whether the condition holds for these tensors and letters."""
         sides = value_of(self.left, tensors, letters), value_of(self.right, tensors, letters)
         return bool(COMPARISONS[self.sign](*sides))
 
