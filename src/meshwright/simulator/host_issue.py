@@ -121,9 +121,10 @@ def issued_ps(program: Program, costs: ProgramCosts) -> Times:
 
 
 def with_faster_hosts(network: Network, share: float) -> Network:
-    """Return the network with the hosts' time multiplied by ``share``, 0 to 1. In between, ends are slightly too late.
+    """Return the network with the hosts' times multiplied by ``share``, 0 to 1.
 
-    E is convex in that share, so it lies on or below the line from D to its old value.
+    Strictly between 0 and 1, ends are slightly too late: E (module docstring) is convex in ``share``, but is
+    interpolated linearly between D and its own value.
     """
     done_ps = network.class_ps
     moment_ps = (durations(network)[network.mark_instruction] + network.mark_shift_ps).astype(np.int64)
