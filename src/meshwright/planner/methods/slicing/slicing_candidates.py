@@ -195,7 +195,7 @@ class CandidateSearch:
         )
 
     def next_best(self, candidate: PlanCandidate, peak_bytes: Sequence[int]) -> PlanCandidate | None:
-        """Return the next plan of the same problem after a candidate that needs too much memory; None if there is none.
+        """Return the next plan of the same problem after a candidate that needs too much memory; None without one.
 
         Memory of a stage is a lower bound (`stage_bytes`) until a walk through its ops has found the exact bytes. This
         call does that for the candidate's stages and stores the result for all problems of the microbatch size. What
