@@ -229,7 +229,10 @@ class Polynomial:
         return Polynomial({_without(m, letter): c for m, c in self.terms if letter in m})
 
     def primitive(self) -> Polynomial:
-        """The polynomial without the factors that all its terms share: it is 0 where this one is, if no letter is 0."""
+        """Return the polynomial without the factors that all its terms share.
+
+        It is 0 where this one is, if no letter is 0.
+        """
         if not self.terms:
             return self
         scale = gcd(*(factor for _, factor in self.terms))

@@ -221,7 +221,7 @@ class ClassOptions:
                 return frozenset(cls for cls in self.of if bit[cls] & certain)
 
     def served(self, cls: int, option: Option, readers: Iterable[int]) -> list[tuple[int, int]]:
-        """The options of ``readers`` (class, position) for which a class needs this option: not a detour for them."""
+        """Return the options of ``readers`` (class, position) for which this option is needed, not a detour."""
         found = []
         for reader in readers:
             for place, through in enumerate(self.of[reader]):
