@@ -35,7 +35,7 @@ class Exchange(Protocol):
         """End the last backward."""
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """The tensor to sum now, in place, for a part."""
+        """Return the tensor to sum now, in place, for a part."""
 
     def merge(self) -> None:
         """Merge the oldest sums into the weights."""
@@ -126,7 +126,7 @@ class BucketExchange:
         self._filling = []
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """The buffer of a part."""
+        """Return the buffer of a part."""
         return self._to_sum[part]
 
     def merge(self) -> None:

@@ -71,7 +71,7 @@ class Model(Protocol):
         """By the id of a user's parameter, the shard that replaces it here."""
 
     def eager(self) -> Self:
-        """The model with eager layers, for backwards in two parts."""
+        """Return the model with eager layers, for backwards in two parts."""
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """Return a module that computes ``fetches`` from ``feeds`` by some ops."""
@@ -117,17 +117,17 @@ class WholeModel:
         return {}
 
     def eager(self) -> Self:
-        """The model with eager layers."""
+        """Return the model with eager layers."""
         return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """A part of the captured model."""
+        """Return a part of the captured model."""
         size = self.plan.microbatch_size
         made = part(self.captured, feeds, fetches, batch_size=size, ops=ops, device=self.device)
         return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """The part that computes ``fetches``."""
+        """Return the part that computes ``fetches``."""
         size = self.plan.microbatch_size
         return part(self.captured, self.graph.inputs, fetches, batch_size=size, device=self.device)
 
