@@ -66,7 +66,7 @@ class SeriesTable:
 
 
 def score_series(ops: Sequence[str] = (*OPS, "matmul"), folds: Sequence[int] = range(5)) -> tuple[Score, ...]:
-    """Scores of every op: inner sizes with all arms, then end sizes."""
+    """Score every op: inner sizes with all arms, then end sizes."""
     rows = load_records(DATASET)
     scores: list[Score] = []
     for op in ops:
@@ -83,7 +83,10 @@ def count_flagged(rows: Records) -> str:
 
 
 def fold_keys(rows: Records) -> list[str]:
-    """The key of each row of a collective: its layout and bytes, whatever the op, dtype or, on one node, the mesh."""
+    """Return the key of each row of a collective: its layout and bytes.
+
+    It is the same whatever the op, dtype or, on one node, the mesh.
+    """
     names = ("ranks", "stride", "nodes", "devices_per_node", "groups", "bytes")
     keys = []
     for ranks, stride, nodes, per_node, groups, num_bytes in zip(

@@ -245,7 +245,10 @@ _BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}
 
 
 def read_shape(row: Row, features: frozenset[str], vocabulary_multiple: int = 1) -> TransformerShape | ResidualShape:
-    """The model of a row, with the features that it states. Raises CellError or TransformerError as `read_step`."""
+    """Return the model of a row, with the features that it states.
+
+    Raises CellError or TransformerError as `read_step`.
+    """
     family = read_word(row, "family", {name: name for name in ("gpt", "mpt", "llama", "moe", "wresnet")})
     if family == "wresnet":
         return _residual_shape(row)

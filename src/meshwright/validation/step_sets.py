@@ -222,7 +222,7 @@ class RunSet:
     note: str = ""
 
     def holds(self, case: StepCase) -> bool:
-        """Whether a case belongs here."""
+        """Return whether a case belongs here."""
         return (
             case.row_id.startswith(self.ids)
             and not case.row_id.startswith(self.without)
@@ -346,7 +346,10 @@ def _name_left_out(left_out: Sequence[LeftOut]) -> str:
 
 
 def predict_by_others(cases: Sequence[StepCase], ours: Sequence[StepPrediction]) -> Floats:
-    """Seconds by a constant share of the peak, shape (cases,); each origin's is fitted on others' large models."""
+    """Return seconds by a constant share of the peak, shape (cases,).
+
+    Each origin's share is fitted on others' large models.
+    """
     shares = {}
     for origin in {case.origin for case in cases}:
         others = [
