@@ -143,7 +143,7 @@ class ModelOps:
         return [op for op in {op.key: op for op in made}.values() if op.key not in kept]
 
     def surrounding(self) -> AbstractContextManager[Any]:
-        """The context in which a forward runs."""
+        """Return the context in which a forward runs."""
         if not self._numbers.autocast:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=getattr(torch, self._numbers.autocast))

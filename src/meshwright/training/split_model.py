@@ -36,11 +36,11 @@ _CLOSE = 1e-3
 def split_source(
     source: ModelSource, degrees: Sequence[Sequence[int]], mode: Literal["training", "inference"]
 ) -> ModelSource:
-    """The same model in parts, for batches of the size of the source's; it takes inputs and targets as tensors.
+    """Return the same model in parts, for batches of the size of the source's; it takes inputs and targets as tensors.
 
     ``degrees``: of each layer (`planner.methods.flexflow`), one for each of its dims. Raises CaptureError for a model
-    that cannot be captured, or whose parts compute something else; PlanError for degrees that do not fit, or an op
-    that cannot be called in parts.
+    that cannot be captured, or whose parts compute something else; PlanError for degrees that do not fit, or an op that
+    cannot be called in parts.
     """
     training = mode == "training"
     targets, loss = (source.targets, source.loss) if training else ((), None)
@@ -80,7 +80,7 @@ class SplitModel(nn.Module):
         self._aliases = {alias: name for name, items in captured.trace.aliases.items() for alias in items}
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The loss of a graph that has one; else its outputs, one alone as it is."""
+        """Return the loss of a graph that has one; else its outputs, one alone as it is."""
         made = self.parts(*tensors)
         return made[0] if self.takes_targets or len(made) == 1 else made
 
