@@ -91,7 +91,7 @@ def target_of(node: fx.Node) -> Any:
 
 
 def args_of(node: fx.Node) -> Any:
-    """The node's positional arguments (fx types them too widely to be of use)."""
+    """Return the node's positional arguments (fx types them too widely to be of use)."""
     return node.args
 
 

@@ -364,6 +364,6 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
 
 
 def file_rows(path: Path, imported: Imported) -> dict[str, Any]:
-    """What was read from a file and what was left out, as plain data."""
+    """Return what was read from a file and what was left out, as plain data."""
     left_out = {reason: count for reason, count in imported.left_out.items() if count}
     return {"file": str(path), "kind": imported.kind, "ops": op_rows(imported.records), "left_out": left_out}

@@ -99,7 +99,7 @@ def _follow_hosts(network: Network, ready_ps: Times, begin_ps: Times, follows: N
 
 
 def hosts_bind(program: Program, costs: ProgramCosts, step_ps: float) -> bool:
-    """Whether repetitions of the body that take the devices ``step_ps`` wait for hosts.
+    """Return whether repetitions of the body that take the devices ``step_ps`` wait for hosts.
 
     Devices never stop a host, so a host that needs less time per step than they do gets further ahead with each step;
     otherwise the devices run at its pace. A host that waits for its device always binds.

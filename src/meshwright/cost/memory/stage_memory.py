@@ -67,7 +67,7 @@ def trace_step(
     device: Backend = "cpu",
     loop: OptimizerLoop | None = None,
 ) -> MemoryEvents:
-    """Events from building the model to the end of its second step.
+    """Return events from building the model to the end of its second step.
 
     Args:
         graph: A graph for training, with its loss.
@@ -76,8 +76,8 @@ def trace_step(
         device: The device type, which determines workspaces of libraries.
         loop: The optimizer's loop over the parameters; by default one by one on CPUs, as in torch, else fused.
 
-    Raises GraphError for a graph without loss or with a backward of its own, for a batch that it does not describe,
-    and for microbatches of unequal size.
+    Raises GraphError for a graph without loss or with a backward of its own, for a batch that it does not describe, and
+    for microbatches of unequal size.
     """
     if workload.global_batch % num_microbatches:
         raise GraphError(
@@ -106,7 +106,7 @@ def trace_stage(
     shared: SharedUnits | None = None,
     state_parts: int = 1,
 ) -> MemoryEvents:
-    """Events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
+    """Return events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
 
     Args:
         graph: A graph for training, with its loss.

@@ -86,7 +86,7 @@ def effective_repair(scenario: Scenario, num_devices: int, num_nodes: int) -> fl
 
 
 def are_at_random(scenario: Scenario) -> bool:
-    """Whether failures are memoryless, so that closed forms hold."""
+    """Return whether failures are memoryless, so that closed forms hold."""
     return all(effect.mttf is not None and effect.shape == 1 for effect in scenario.effects_of(Failures))
 
 
