@@ -46,10 +46,9 @@ class SectionPart:
     waits: Ids
 
 
-# The origin of instructions is computed when a report needs it. Part p (prologue, a repetition of the body, or
-# epilogue) of stream s begins at id ``begins[p, s]``, so instruction i of a section gets the id ``begins[p, s] + i -
-# stream_offsets[s]``.
-# Without slots, because derived columns are cached on the object.
+# The origin of instructions is computed when a report needs it; there are no slots, because derived columns are cached
+# on the object. Part p (prologue, a repetition of the body, or epilogue) of stream s begins at id ``begins[p, s]``, so
+# instruction i of a section gets the id ``begins[p, s] + i - stream_offsets[s]``.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SectionLayout:
     """The parts in order: ``made`` are prologue, body and epilogue, ``which`` gives the index into ``made`` of part p.

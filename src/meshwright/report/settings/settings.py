@@ -71,10 +71,9 @@ def comment(lines: Sequence[str], mark: str = "# ") -> str:
     return "".join(f"{mark}{' '.join(line.split())}\n" for line in lines)
 
 
-# Exports name the fields that they support. A plan in which any other field differs from its default is refused,
-# because settings without it would describe another plan.
 # Fields of a plan that every export writes, lists as not expressed, or refuses by itself. Fields without a default are
-# written by all.
+# written by all. A plan in which any other field differs from its default is refused, because settings without it would
+# describe another plan.
 SAID: dict[type, frozenset[str]] = {
     Plan: frozenset(
         {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "keeps", "offload"}
