@@ -126,7 +126,7 @@ def _runs(lines: Sequence[OpLine], units: dict[str, bool]) -> list[Range]:
 
 
 def _gather_surroundings(ranges: list[Range], lines: Sequence[OpLine], units: dict[str, bool]) -> list[Range]:
-    """Join what stands between two elements into one range, a layer of its own if it has parameters."""
+    """Join the ops between two elements into one range, a layer of its own if it has parameters."""
     joined: list[Range] = []
     for item in ranges:
         if joined and not item.element and not joined[-1].element:
@@ -145,7 +145,7 @@ def _gather_surroundings(ranges: list[Range], lines: Sequence[OpLine], units: di
 def _surrounding(
     item: Range, lines: Sequence[OpLine], units: dict[str, bool], *, first: bool, last: bool
 ) -> list[Range]:
-    """What stands around blocks: glue, a layer from the first to the last op with parameters, glue."""
+    """Ops around blocks as ranges: glue, a layer from the first to the last op with parameters, glue."""
     holders = [i for i in range(item.start, item.stop) if lines[i].has_parameters]
     if not holders:
         return [replace(item, element=None)]

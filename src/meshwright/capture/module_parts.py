@@ -178,7 +178,7 @@ class _Builder:
         return found
 
     def _check_optional(self, op: Op, optional: int, given: int) -> None:
-        """Raise GraphError where some tensors are left out, and it is not told which."""
+        """Raise GraphError if some optional tensors are left out and it is unknown which ones."""
         if 0 < given < optional and op.kind.split(".")[1] not in _IN_ORDER:
             raise _cannot_call(op, "some of its tensors are left out, and it is not told which")
 

@@ -176,7 +176,7 @@ def measure(
 
 
 def _one_of(modes: list[str]) -> str:
-    """Return the one mode that was asked for; "" for the usual one."""
+    """Return the one requested mode; "" for the usual one."""
     if len(modes) > 1:
         raise typer.BadParameter(f"{' and '.join(modes)} exclude each other; give one of them.")
     return modes[0] if modes else ""

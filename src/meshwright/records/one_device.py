@@ -243,7 +243,7 @@ def _group(num_bytes: int, num_ranks: int) -> str:
 
 
 def _split_key(key: str) -> tuple[str, str]:
-    """(op, what stands in its brackets) of a key; (key, nothing) if it is of another form."""
+    """(op, the text in its brackets) of a key; (key, "") if it has another form."""
     name, opened, rest = key.partition("(")
     return (name, rest[:-1]) if opened and "|" in rest and rest.endswith(")") else (key, "")
 

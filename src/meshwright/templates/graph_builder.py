@@ -118,7 +118,7 @@ class GraphBuilder:
     ) -> tuple[int, ...]:
         """Add an op with outputs of these shapes, of the type of its first input unless ``dtypes`` says otherwise.
 
-        ``view``: outputs look at the memory of the first input. ``saved``: what its backward reads. ``detached``: it
+        ``view``: outputs share the memory of the first input. ``saved``: what its backward reads. ``detached``: it
         has no backward, whatever its inputs have.
         """
         values = self._values

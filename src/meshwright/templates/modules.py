@@ -1,6 +1,6 @@
 """Operators and small modules as torch runs and saves them, for the templates of all families.
 
-What each op saves for its backward, and which of its outputs look at memory of another tensor, is what capture records
+What each op saves for its backward, and which of its outputs share memory of another tensor, is what capture records
 of the models of the zoo (`tests/templates`). FLOPs are counted as capture counts them: 2 for each multiplication of a
 product; in the backward pass the same number for each factor with a gradient.
 """

@@ -228,7 +228,7 @@ def fit_elsewhere(left_out: Mapping[str, list[tuple[Records, Predictions]]]) -> 
 
 
 def _with_profiled(tables: Records) -> Records:
-    """The tables, and what Alpa's profile says of groups inside a node where no table says it."""
+    """The tables; for ops that no table has, Alpa's profile of groups inside a node."""
     profiled = collective_rows(load_records("v100"))
     known = set(zip(tables.device, tables.op, strict=True))
     new = [

@@ -1,7 +1,7 @@
 """Errors of op costs on a CPU for models that were not measured.
 
 Data: ops of zoo models on one core, measured by `meshwright measure`, each model in a table of its own
-(``data/cpu_ops.parquet``; machine, versions and date stand in its rows). Scored are one transformer and one
+(``data/cpu_ops.parquet``; machine, versions and date are in its rows). Scored are one transformer and one
 convolutional model, drawn before the first fit (``splits/cpu_ops_*.json``, fold 0). All their batch sizes are left
 out, and so is every row of another model that shares a key with them, at any batch size.
 

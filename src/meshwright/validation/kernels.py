@@ -267,7 +267,7 @@ def score_devices(rows: Records, op: str, devices: Sequence[str] = DEVICES) -> I
 def _draw(
     op: str, model: KernelModel, mine: Records, kin: list[FitRows], draw: int, num_given: int
 ) -> Iterator[KernelPredictions]:
-    """What is said of the rows that a draw does not give; baselines: constants from other devices and from the rows."""
+    """Predictions of the rows that a draw does not give; baselines: constants from other devices and from the rows."""
     given = given_rows(list(mine.shapes), draw, num_given)
     adapted = adapt_kernels(model, mine.select(given), kinds()) if num_given else model
     rest = mine.select(~given)

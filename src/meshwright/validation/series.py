@@ -137,7 +137,7 @@ def _products(measured: Records) -> SeriesTable:
 
 
 def _say(op: str, table: SeriesTable, fitted: Indices, scored: Indices) -> dict[str, Predictions]:
-    """What we say of the scored rows, having seen the fitted ones: with all that a row tells, and with less."""
+    """Our predictions of the scored rows from the fitted ones: with all facts of a row, and with fewer."""
     if op != "matmul":
         model, asked = fit_collectives(table.rows.select(fitted)), table.rows.select(scored)
         return {OURS: predict_rows(model, asked), UNTOLD: predict_rows(model, asked, placed_only=True)}

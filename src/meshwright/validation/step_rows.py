@@ -94,7 +94,7 @@ class StepCase:
 
     @property
     def job(self) -> tuple[object, ...]:
-        """What a planner would be asked for: the model, the devices, the batch; layouts of one job compare."""
+        """The problem that a planner would get: model, devices, batch; layouts of one job are compared."""
         batch = self.setup.microbatch_size * self.setup.num_microbatches * self.setup.dp
         setup = self.setup
         return (self.origin, self.kind.name, setup.num_devices, batch, self.shape, setup.seq, setup.precision)

@@ -77,7 +77,7 @@ def _name_unknown(row: Row) -> list[str]:
 def read_steps(rows: Sequence[Row], lines: Sequence[int] = ()) -> tuple[list[StepCase], list[LeftOut]]:
     """Return the rows that can be predicted, in their order, and those that were left out, by reason.
 
-    ``lines``: where the rows stand in their file, shape (rows,); without them, one below the other from line 2 on. The
+    ``lines``: line numbers of the rows in their file, shape (rows,); by default consecutive ones from 2 on. The
     table is one that `check_steps` accepts.
     """
     cases: list[StepCase] = []

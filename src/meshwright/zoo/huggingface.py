@@ -212,7 +212,7 @@ class VisionClassifier(Task):
 
 
 def _positions(config: Any) -> int | None:
-    """How many positions the model has for text; None where they are relative (XLNet says -1)."""
+    """The number of positions that the model has for text; None if they are relative (-1 in XLNet)."""
     given = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
     return next((value for value in given if isinstance(value, int) and value > 0), None)
 

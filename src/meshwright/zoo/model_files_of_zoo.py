@@ -1,6 +1,6 @@
 """Models from a user's own file: run ``function`` of ``path/to/file.py`` and check what it returns.
 
-How the file is run stands in `spec.own_code`. Whatever it raises becomes one paragraph with its own message and line.
+`spec.own_code` describes how the file is run. Any exception becomes one paragraph with its own message and line.
 """
 
 from __future__ import annotations

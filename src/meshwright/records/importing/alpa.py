@@ -189,7 +189,7 @@ class _Machine:
         self._stack.append(PickledObject(name.text))
 
     def reduce(self) -> None:
-        """One of the few calls that stand for plain data."""
+        """Evaluate one of the few allowed calls, whose results are plain data."""
         arguments, name = self.pop(), self.pop()
         if not isinstance(name, GlobalName) or type(arguments) is not tuple:
             raise ValueError("no call")

@@ -426,7 +426,7 @@ def _parquet(path: Path, content: bytes) -> Imported:
 
 
 def _public(columns: dict[str, NDArray[Any]], path: Path) -> Imported:
-    """Public tables carry no checksums: where many figures cannot be, those that can be are spoilt as likely."""
+    """Read a public table. It has no checksum: if many figures are impossible, the others are as likely damaged."""
     imported = read_public(columns, source=path.name)
     if imported is None:
         raise _unknown(path)

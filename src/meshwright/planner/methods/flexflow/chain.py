@@ -161,7 +161,7 @@ def take_back(strategy: Strategy, schedule: Schedule) -> None:
 
 @compiled
 def _tasks_of(soap: Soap, strategy: Strategy, found: Integers, layer: int) -> int:
-    """Write down the passes of a layer, the transfers to and from it and its syncs; return how many."""
+    """List in ``found`` the passes of a layer, its transfers in both directions and its syncs; return their number."""
     count, task, pool = 0, strategy.task, strategy.pool
     num_passes, stride = 2 * len(soap.trains) << soap.shift, 1 + (1 << soap.shift)
     for way in range(1 + soap.trains[layer]):
@@ -180,7 +180,7 @@ def _tasks_of(soap: Soap, strategy: Strategy, found: Integers, layer: int) -> in
 
 @compiled
 def _neighbours(soap: Soap, strategy: Strategy, found: Integers, layer: int) -> int:
-    """Write down the passes that wait for what a layer makes, forwards and backwards; return how many."""
+    """List in ``found`` the passes that wait for a layer's values, forwards and backwards; return their number."""
     num_layers, count = len(soap.trains), 0
     for k in range(soap.out_offsets[layer], soap.out_offsets[layer + 1]):
         other = soap.target[soap.out_edges[k]]
@@ -196,7 +196,7 @@ def _neighbours(soap: Soap, strategy: Strategy, found: Integers, layer: int) -> 
 
 @compiled
 def _move(task: Integers, pool: Lists, stride: int, stamp: int, log: Integers, state: Integers, number: int) -> None:
-    """A task is not known any more; what waits for it is suspected, or waits for one more. Noted once a change."""
+    """Mark a task as moved, once per change; tasks that wait for it become suspected, or wait for one more."""
     if task[number, MARK] == stamp + IS_MOVED:
         return
     at = state[NOTED]

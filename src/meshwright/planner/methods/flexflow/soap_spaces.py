@@ -229,7 +229,7 @@ def _held_bytes(parts: Graph, number: int, workload: Workload) -> int:
 
 
 class _Writer:
-    """Writes parts of layers down as ops of one graph, for a batch of the whole layer's size."""
+    """Adds parts of layers to one graph as ops, for a batch of the whole layer's size."""
 
     def __init__(self, graph: Graph, batch_size: int) -> None:
         self.graph, self.batch_size = graph, batch_size

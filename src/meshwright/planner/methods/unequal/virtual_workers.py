@@ -166,7 +166,7 @@ def _number(pair: tuple[int, int], links: list[tuple[int, int]]) -> int:
 def _slowest_pair(
     space: Space, classes: Sequence[DeviceClass], source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Two ranks that stand for the slowest link from one set of classes to another."""
+    """Two ranks between which the link is the slowest from one set of classes to another."""
     pairs = [
         (classes[a].ranks[0], classes[b].ranks[-1])
         for a, b in product(source, target)
