@@ -125,7 +125,7 @@ class FoundPlans:
         return f"{summarise(found.plan)}: {explain_difference(found.best, self.best)}"
 
     def shares(self) -> Shares:
-        """The gain of each choice of the best plan over the plain plan, as `planner.find_shares` computes it."""
+        """Return the gain of each choice of the best plan over the plain plan, as `planner.find_shares` computes it."""
         return find_shares(self.problem, self.plans)
 
     def simulate(self, place: int = 1, *, num_steps: int = 2) -> Simulation:

@@ -77,7 +77,10 @@ def compiled(function: Function) -> Function:
 
 
 def uncompiled(scope: dict[str, Any], name: str) -> Callable[..., Any]:
-    """A compiled function as plain Python, with its callees in the same module; ``scope``: the module's globals."""
+    """Return a compiled function as plain Python, with its callees in the same module.
+
+    ``scope``: the module's globals.
+    """
     plain = dict(scope)
     for each, item in scope.items():
         function = getattr(item, "py_func", None)
@@ -169,7 +172,7 @@ _IMPORT = re.compile(rf"^(?:import|from) ({_HOUSE}(?:\.\w+)*)(?: import (\([^)]*
 
 @cache
 def contents_digest(module: str) -> str:
-    """A digest of a module and all modules of ours that it imports, directly or indirectly."""
+    """Return a digest of a module and all modules of ours that it imports, directly or indirectly."""
     digests, left = {}, [module]
     while left:
         name = left.pop()

@@ -20,13 +20,13 @@ EXTRAS = {
 
 
 def missing_of(error: ImportError) -> str:
-    """The module of `EXTRAS` whose absence an error reports, or ""."""
+    """Return the module of `EXTRAS` whose absence an error reports, or ""."""
     name = (error.name or "").split(".")[0]
     return name if name in EXTRAS and isinstance(error, ModuleNotFoundError) else ""
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found, without loading it."""
+    """Return whether a module can be found, without loading it."""
     return find_spec(module) is not None
 
 

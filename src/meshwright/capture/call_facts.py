@@ -1,9 +1,10 @@
-"""What one operator does, found by running it alone on fake tensors, once per distinct call.
+"""Facts of operator calls: results, writes, FLOPs (`count_flops`); the legal cuts of a captured model (`judge_cuts`).
 
-For a call (operator, looks of its tensor arguments, other arguments) this answers: what its results look like and whose
-memory they share, what autograd keeps for its backward pass (`saved_tensors_hooks`, told apart by storage), and how
-many floating-point operations its forward and its backward pass take. A model of 80 equal layers makes each distinct
-call once, so a graph of thousands of ops costs about as much as one layer.
+`Examiner` finds the facts by running each operator alone on fake tensors, once per distinct call (operator, shapes,
+dtypes and layouts of its tensor arguments, other arguments): what its results look like and whose memory they share,
+what autograd keeps for the backward pass (`saved_tensors_hooks`, told apart by storage), and the floating-point
+operations of forward and backward. A model of 80 equal layers makes each distinct call once, so a graph of thousands of
+ops costs about as much as one layer.
 """
 
 from __future__ import annotations
@@ -29,29 +30,31 @@ if TYPE_CHECKING:
     from meshwright.capture.graph_walk import CaptureTable
 
 
-# The positions where a captured model may be cut into stages, and the values that each stage recomputes for itself.
-#
-# A cut is a position c between op c-1 and op c. Rules, each found by a failure (own experiments with corner models):
-#
-# 1. Memory that is written in place must not cross a cut before its last write: spans [first producer, last write]
-# forbid
-#    cuts. Values that may share memory (by schema, or seen to) form one group.
-# 2. State that is written (batch norm's statistics, counters, a batch that forward changes) is read and written in one
-#    stage: all of its uses form one span, or its value would silently differ between stages.
-# 3. An op is replicable if it depends on no input, parameter, random number or written memory, and writes nothing.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Legality:
-    """``cuts``: where the op list may be cut. ``replicable``: per op. ``groups``: per tensor, its memory group."""
+    """``cuts``: where the op list may be cut into stages.
+
+    ``replicable``: whether each stage may recompute an op for itself, per op. ``groups``: the memory group of each
+    tensor.
+    """
 
     cuts: frozenset[int]
     replicable: tuple[bool, ...]
     groups: tuple[int, ...]
 
 
+# A cut is a position c between op c-1 and op c. Each rule was found by a failure (own experiments with corner models):
+#
+# 1. Memory that is written in place must not cross a cut before its last write: spans [first producer, last write]
+# forbid cuts. Values that share memory, or may share it by schema, form one group.
+#
+# 2. State that is written (batch norm's statistics, counters, a batch that forward changes) is read and written in one
+# stage: all of its uses form one span. Otherwise its value would silently differ between stages.
+#
+# 3. An op is replicable (each stage may recompute it for itself) if it depends on no input, parameter, random number or
+# written memory, and writes nothing.
 def judge_cuts(table: CaptureTable) -> Legality:
-    """Work out the legal cuts of a table; raises CaptureError if forward writes to a parameter or a constant."""
+    """Return the legal cuts of a table; raises CaptureError if forward writes to a parameter or a constant."""
     groups = _memory_groups(table)
     mutated = {groups[i] for op in table.ops for i in op.written}
     _refuse_lost_writes(table, groups)
@@ -139,12 +142,6 @@ def _refuse_lost_writes(table: CaptureTable, groups: list[int]) -> None:
                 )
 
 
-# What an operator writes to and what its results may share memory with, by its schema.
-#
-# Rules (found by cutting corner models): schemas say it all except for batch and instance norm, which update their
-# running statistics without saying so, and for operators tagged ``maybe_aliasing_or_mutating``, which may return their
-# first argument; of operators with subgraphs the subgraphs tell.
-
 # Operators that update arguments in training though their schema does not say so: name → positions of the running
 # statistics.
 _STATISTICS = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
@@ -152,6 +149,9 @@ _STATISTICS = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
 _NOT_A_WRITE = {"aten::detach_", "aten::requires_grad_"}
 
 
+# Schemas state all writes and aliases, with these exceptions (found with corner models). Batch and instance norm update
+# their running statistics without stating it. Operators tagged ``maybe_aliasing_or_mutating`` may return their first
+# argument. For operators with subgraphs, the subgraphs decide.
 def written_and_aliased(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> tuple[list, list]:
     """Return the arguments that a call writes, and those that its results may alias.
 
@@ -177,7 +177,7 @@ def written_and_aliased(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def draws_random(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call draws from the generator (a dropout that is off does not)."""
+    """Return whether the call draws random numbers (a dropout that is off does not)."""
     branches = [leaf for leaf in args if isinstance(leaf, fx.GraphModule)]
     if branches:
         return any(
@@ -251,14 +251,6 @@ def _flat(value: Any) -> Iterator[Any]:
 def _leaves(value: Any, kind: type) -> Iterator[Any]:
     return (leaf for leaf in _flat(value) if isinstance(leaf, kind))
 
-
-# Floating-point operations of what torch dispatches: torch's own formulas, and ours where torch has none.
-#
-# torch's `flop_registry` (torch/utils/flop_counter.py) covers matrix products, convolutions and the GPU attention
-# kernels; a multiply and an add are two operations, elementwise work counts nothing. It has no entry for the attention
-# kernels of the CPU nor for matrix-vector products, and before torch 2.13 none of grouped keys and values; those
-# formulas stand here: attention as torch 2.13 counts it for GPUs (no saving for causal masks; the backward pass
-# recomputes the scores), a matrix-vector product as 2·rows·columns.
 
 aten = torch.ops.aten
 
@@ -337,8 +329,13 @@ _OWN: dict[Any, Callable[..., int]] = {
 }
 
 
+# Formulas are torch's own (`flop_registry`, torch/utils/flop_counter.py), and ours where torch has none. A multiply and
+# an add are two operations; elementwise work is not counted. The registry covers matrix products, convolutions and the
+# GPU attention kernels. It lacks the CPU's attention kernels, matrix-vector products and, before torch 2.13, grouped
+# keys and values. Ours count attention as torch 2.13 does for GPUs (no saving for causal masks; the backward pass
+# recomputes the scores), and a matrix-vector product as 2·rows·columns.
 def count_flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Operations of one dispatched operator; 0 for those that do no arithmetic worth counting."""
+    """Return the floating-point operations of one dispatched operator; 0 for those whose arithmetic is not counted."""
     packet = getattr(target, "overloadpacket", None)
     if packet in _OWN:
         return _OWN[packet](*args, **kwargs)
@@ -380,8 +377,8 @@ class Result:
 class CallFacts:
     """What one call does.
 
-    ``saved`` names what autograd keeps, ``internals`` the looks of what only its backward sees. ``followed``: arguments
-    that autograd follows only after the call, because it wrote to them.
+    ``saved``: what autograd keeps. ``internals``: shapes and dtypes of tensors that only the backward pass reads.
+    ``followed``: arguments that autograd tracks only after the call, because it wrote to them.
     """
 
     results: tuple[Result, ...]
@@ -394,7 +391,7 @@ class CallFacts:
 
 
 class Examiner:
-    """Remembers the facts of every distinct call; ``estimate_branch`` counts (forward, backward) of a subgraph."""
+    """Finds the facts of calls and caches them; ``estimate_branch``: the (forward, backward) FLOPs of a subgraph."""
 
     def __init__(
         self, *, training: bool, estimate_branch: Callable[[fx.GraphModule, list[Any], bool], tuple[int, int]]
@@ -405,7 +402,7 @@ class Examiner:
         self._facts: dict[Any, CallFacts] = {}
 
     def facts(self, target: Any, args: Any, kwargs: dict[str, Any]) -> tuple[CallFacts, list[Slot]]:
-        """Facts of the call and its distinct tensor arguments in order of first occurrence."""
+        """Return the facts of the call, and its distinct tensor arguments in order of first occurrence."""
         slots: list[Slot] = []
         key = (target, _key(args, slots), _key(kwargs, slots))
         if key not in self._facts:

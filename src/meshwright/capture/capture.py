@@ -1,4 +1,7 @@
-"""nn.Module + example batch → `Captured`: the package's entry."""
+"""`capture_model`: nn.Module + example batch → `Captured`; `verify_capture`: compare a captured model with the model.
+
+`check_capture` verifies later, `explain_calls` compares dispatched operators, `flatten_batch` orders a batch's tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-
-# Does the captured graph call the operators that the model calls in training?
-#
-# While a model is traced, libraries may take branches that only exporting needs, with equal results and other costs. So
-# what torch dispatches is counted while both run on small batches (`verify`): calls by module, operator and shapes of
-# results. Views are free, and checks on whole numbers (are these positions packed?) that the graph leaves out compute
-# nothing that it needs.
 
 _FREE = frozenset(
     ("alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select", "slice", "split", "split_with_sizes",
@@ -78,7 +74,7 @@ class Dispatched(TorchDispatchMode):
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """Count, inside of the context, the operators that the model dispatches."""
+        """Count, inside the context, the operators that the model dispatches."""
         self.calls.clear()
         path = [""]
 
@@ -114,6 +110,10 @@ class Dispatched(TorchDispatchMode):
             return Interpreter(part).run(*batch)
 
 
+# Libraries may take other branches while a model is traced, with equal results and other costs. So what torch
+# dispatches is counted while graph and model run on small batches: calls by module, operator and shapes of results.
+# Views are free. Checks on whole numbers (are these positions packed?) are left out of the graph; they compute nothing
+# that it needs.
 def explain_calls(model: Dispatched, graph: Dispatched) -> str:
     """Describe how the operators that the graph dispatches differ from the model's; empty if they do not."""
     wanted, found = sum(model.calls.values(), Counter()), sum(graph.calls.values(), Counter())
@@ -142,15 +142,9 @@ def _names(calls: Any) -> str:
     return ", ".join(names[:_TOLD_OPERATORS]) + rest
 
 
-# Capture checks itself: the captured graph against the model, loss, gradients and buffers, two consecutive steps.
-#
-# The two steps have different batch sizes where the graph allows any, so a baked size shows as well as a lost state.
-# The model keeps no trace: gradients are not accumulated into it, and buffers, Python attributes, training flags and
-# random state are restored.
-
 # Relative error allowed between two orders of summation, by the coarsest dtype that takes part: some 1e4 roundings.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-# Samples of the two steps.
+# Samples of each of the two steps.
 _STEPS = (2, 3)
 
 
@@ -164,11 +158,14 @@ class _Outcome:
 
 
 def can_verify(model: nn.Module, inputs: Any, targets: Any) -> bool:
-    """Whether weights and batch hold data."""
+    """Return whether weights and batch hold data, so that the model can run."""
     batch = [leaf for leaf in pytree.tree_leaves(split_batch(inputs, targets)) if isinstance(leaf, torch.Tensor)]
     return all(holds_data(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch))
 
 
+# Loss, gradients and buffers of two consecutive steps are compared. The two steps have different batch sizes where the
+# graph allows it, so a baked-in size shows as well as a lost state. The model is left as it was: gradients are not
+# accumulated into it, and buffers, Python attributes, training flags and random state are restored.
 def verify_capture(
     captured: Captured, model: nn.Module, inputs: Any, targets: Any, loss: Callable[..., Any] | None
 ) -> str:
@@ -295,16 +292,15 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
     return difference <= tolerance * scale or (torch.equal(one.isfinite(), two.isfinite()) and not one.isfinite().all())
 
 
-# Captured: a graph together with what is needed to cut runnable parts out of it.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A captured model; it lives in one process and is not serialisable (``graph`` is).
+    """A captured model: a graph, with what is needed to cut runnable parts out of it.
+
+    It lives in one process and is not serializable (``graph`` is).
 
     Parameters and buffers stay the user's own objects. ``trace``, ``table`` and ``legality`` are for `part` and
-    `differentiate`. ``remark``: what the user should know of it, as that its operators differ from those that the
-    model calls by itself (if ``verify`` of `capture_model` looked); mostly empty.
+    `differentiate`. ``remark``: what the user should know of the capture, such as operators that differ from those that
+    the model itself calls (if `capture_model` verified it); mostly empty.
     """
 
     graph: Graph
@@ -393,7 +389,9 @@ def check_capture(
     loss: Callable[..., torch.Tensor] | None = None,
     autocast: torch.dtype | None = None,
 ) -> Captured:
-    """What `capture_model` captured without ``verify``, verified now; as it is where there are no weights.
+    """Verify what `capture_model` captured without ``verify``, and return it.
+
+    Models without allocated weights are returned unchecked.
 
     Raises CaptureError if the captured model and the model differ.
     """
@@ -405,7 +403,7 @@ def check_capture(
 
 
 def flatten_batch(captured: Captured, inputs: Any, targets: Any = ()) -> tuple[torch.Tensor, ...]:
-    """The batch's tensors in the order of ``captured.graph.inputs``.
+    """Return the batch's tensors in the order of ``captured.graph.inputs``.
 
     Raises CaptureError if the batch is built unlike the captured example.
     """

@@ -1,9 +1,9 @@
-"""Trace → `spec.Graph`: the facts of every op and tensor, affine in the batch size where the model allows it.
+"""`describe_trace`: trace → `spec.Graph`, the facts of every op and tensor, affine in the batch size if possible.
 
 Sizes are read off walks at two batch sizes, ``n(b) = fixed + per_sample·b``, and confirmed by a third; a model that is
 not affine, or whose ops differ between batch sizes, is described for its example's batch size only.
 
-`crossing_bytes` says how much crosses each cut of the ops.
+`crossing_bytes` gives the bytes that cross each cut of the ops; `own_graph` the module of an op with a graph inside.
 """
 
 from __future__ import annotations
@@ -32,14 +32,10 @@ if TYPE_CHECKING:
     from meshwright.capture.graph_walk import FlatTrace
 
 
-# Ops with a graph inside, as those under `torch.no_grad` in a model: runnable beside ops that a graph alone tells.
-#
-# A graph keeps only a hash of what stands in such an op (a table of rotary positions, say), so its module is a part of
-# the captured model.
-
-
+# A graph keeps only a hash of the graph inside such an op (under `torch.no_grad` in a model, say a table of rotary
+# positions). So its module is cut out of the captured model.
 def has_own_graph(graph: Graph, op: Op) -> bool:
-    """Whether an op has a graph inside, and the same results for every batch."""
+    """Return whether an op has a graph inside and the same results for every batch."""
     shapes = (graph.tensors[i].shape for i in (*op.inputs, *op.outputs))
     return "." not in op.kind and not any(extent.per_sample for shape in shapes for extent in shape)
 
@@ -68,7 +64,7 @@ class _Fed(nn.Module):
         return found[0] if self._is_single else found
 
 
-# Arguments that say where a result lives, not what is computed.
+# Arguments that set where a result is stored, not what is computed.
 _PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "generator"})
 
 
@@ -266,7 +262,10 @@ class _Describer:
 
 
 def fit_extent(sizes: Sequence[int], numbers: Sequence[int]) -> Extent:
-    """The affine function through the first two points; NotAffineError if it is not whole or misses the others."""
+    """Return the affine function through the first two points.
+
+    Raises NotAffineError if its coefficients are not whole, or if it misses the other points.
+    """
     if len(set(numbers)) == 1:
         return Extent(numbers[0])
     slope, rest = divmod(numbers[1] - numbers[0], sizes[1] - sizes[0])
@@ -277,12 +276,12 @@ def fit_extent(sizes: Sequence[int], numbers: Sequence[int]) -> Extent:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32."""
+    """Return the name of a dtype: ``float32`` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def kind_of(node: fx.Node) -> str:
-    """The operator's name as torch has it."""
+    """Return torch's own name of the node's operator."""
     target = target_of(node)
     return str(target) if isinstance(target, torch._ops.OpOverload) else str(target.name())
 
@@ -313,7 +312,7 @@ def _branches_text(args: tuple[Any, ...]) -> str:
 
 
 def crossing_bytes(ops: Sequence[Op], tensors: Sequence[Tensor], outputs: Sequence[int], batch_size: int) -> list[int]:
-    """Bytes of values made before each position and used at or after it."""
+    """Return, for each position, the bytes of values made before it and used at or after it."""
     last: dict[int, int] = {i: len(ops) for i in outputs}
     for position in range(len(ops) - 1, -1, -1):
         for i in ops[position].inputs:

@@ -1,9 +1,10 @@
-"""nn.Module + example batch → `FlatTrace`: torch.export's training form, flattened over the user's own names.
+"""`trace_model`: nn.Module + example batch → `FlatTrace`; `BatchLayout`: how later batches of this form are flattened.
 
 Steps: wrap model and loss in one module of flat tensors; swap weights that were never allocated (meta or fake) for fake
 CPU tensors, because losses on device "meta" lose their backward pass; export with dim 0 of the batch symbolic, repeated
-blocks traced once (`repeats`); rewrite the result as one flat graph. The training form keeps in-place writes and the
-user's own Parameter objects; decomposed forms break the backward pass of batch norm (own experiments, torch 2.13).
+blocks traced once (`repeats`); rewrite the result as one flat graph, over the user's own names. The training form of
+torch.export keeps in-place writes and the user's own Parameter objects; decomposed forms break the backward pass of
+batch norm (own experiments, torch 2.13).
 """
 
 from __future__ import annotations
@@ -41,16 +42,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# How a user's batch becomes a flat list of tensors, and back.
-#
 # A batch is what the model is called with (a tensor, a tuple of positional arguments or a dict of keyword arguments)
-# and the targets of the loss. Its tensors, in `torch.utils._pytree` order, are the graph's inputs; everything else in
+# and the targets of the loss. Its tensors, in `torch.utils._pytree` order, are the graph's inputs. Everything else in
 # it (flags, None) is part of the capture and must be the same in every later batch.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """Where the tensors stand in (args, kwargs, targets). ``fixed`` holds the other leaves as (position, value)."""
+    """Where the tensors are in (args, kwargs, targets). ``fixed`` holds the other leaves as (position, value)."""
 
     spec: pytree.TreeSpec
     names: tuple[str, ...]
@@ -66,7 +63,10 @@ class BatchLayout:
         return args, kwargs, targets
 
     def flatten(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
-        """The batch's tensors in the graph's order; CaptureError if the batch is built unlike the captured one."""
+        """Return the batch's tensors in the graph's order.
+
+        Raises CaptureError if the batch is built unlike the captured one.
+        """
         leaves, spec = pytree.tree_flatten(split_batch(inputs, targets))
         if spec != self.spec:
             raise CaptureError(
@@ -94,7 +94,10 @@ def split_batch(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, A
 def describe_batch(
     forward: Callable[..., Any], inputs: Any, targets: Any
 ) -> tuple[BatchLayout, tuple[torch.Tensor, ...]]:
-    """Layout and tensors of an example batch; raises CaptureError if it holds no tensor or does not fit ``forward``."""
+    """Return layout and tensors of an example batch.
+
+    Raises CaptureError if it holds no tensor or does not fit ``forward``.
+    """
     args, kwargs, targets = split_batch(inputs, targets)
     paths, spec = pytree.tree_flatten_with_path((args, kwargs, targets))
     arguments = _argument_names(forward, args, kwargs)
@@ -145,7 +148,7 @@ def _tensor(leaf: Any, name: str) -> torch.Tensor:
 
 
 class ModelWithLoss(nn.Module):
-    """Model and loss as one module over the batch's flat tensors; notes what forward changes in Python."""
+    """Model and loss as one module over the batch's flat tensors; records which Python attributes forward changes."""
 
     def __init__(
         self, model: nn.Module, loss: Callable[..., Any] | None, layout: BatchLayout, *, takes_own_loss: bool
@@ -155,7 +158,7 @@ class ModelWithLoss(nn.Module):
         self.plan = _WholePlan(model, loss, layout, takes_own_loss, [])
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The loss; where none was given, the model's own if that is wanted, else its output."""
+        """Return the loss. Without a loss function, return the model's own loss if that is wanted, else its output."""
         plan = self.plan
         args, kwargs, targets = plan.layout.rebuild(tensors)
         # Made here, because export has exchanged the parameters and some modules (LSTM) keep references to them.
@@ -209,9 +212,9 @@ def trace_model(
     symbolic: bool = True,
     shorten: bool = True,
 ) -> FlatTrace:
-    """Trace the model; ``symbolic`` leaves the batch open, ``shorten`` traces each distinct block once.
+    """Trace the model; ``symbolic`` leaves the batch size open, ``shorten`` traces each distinct block once.
 
-    ``takes_own_loss``: without a loss, of outputs with a loss the model gives that alone (`own_loss`).
+    ``takes_own_loss``: if no loss is given and the model's outputs have a loss, return that loss alone (`own_loss`).
 
     Raises CaptureError for everything that would not be captured faithfully.
     """

@@ -1,8 +1,9 @@
-"""An exported program → one flat fx graph over the user's own names, with repeated blocks written out.
+"""`flatten_export` turns an exported program into one flat fx graph over the user's own names.
 
-Drops what only served the export (assertions, arithmetic on sizes that nobody uses, `detach_` of fresh constants),
-merges the names of tied parameters, replaces devices by the CPU (`module_devices`), and moves the writes of re-bound
-buffers from the graph's end to just behind their last reader, so that they do not forbid every cut in between.
+It drops what only served the export (assertions, arithmetic on unused sizes, `detach_` of fresh constants), merges the
+names of tied parameters and replaces devices by the CPU (`module_devices`). Repeated blocks are written out
+(`find_regions`). Writes of re-bound buffers move from the graph's end to just behind their last reader, so that they do
+not forbid every cut in between (`hoist_buffer_writes`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-# Traced blocks in an exported graph, and the proof that repeating one of them is right.
-#
-# A region is what stands between the marks of one traced block. The two traced blocks of a group are equal if they run
-# the same operators on the same local numbering of values, with the same attributes inside the block and the same ones
-# outside. A block that reads a value from outside, beside its arguments and sizes, or whose buffers are written
-# elsewhere, is not repeated.
-
 aten = torch.ops.aten
 # Larger constants made in a block are not compared by value.
 _COMPARED_ELEMENTS = 64
@@ -47,10 +41,14 @@ class Region:
     nodes: list[fx.Node]
 
 
+# A region is the code between the marks of one traced block. The two traced blocks of a group are equal if they run the
+# same operators on the same local numbering of values, with the same attributes inside the block and the same ones
+# outside. A block is not repeated if it reads a value from outside beside its arguments and sizes, or if its buffers
+# are written elsewhere.
 def find_regions(
     nodes: list[fx.Node], pairs: Sequence[tuple[str, str]], attribute: Callable[[fx.Node], tuple[str, str]]
 ) -> dict[str, Region]:
-    """Traced blocks by name, given the two names that each repeated group traced.
+    """Return the traced blocks by name, given the two names that each repeated group traced.
 
     Raises NotRepeatableError unless the two are equal and can be written out again.
     """
@@ -148,7 +146,7 @@ _DROPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata"
 
 @dataclass(slots=True)
 class Flat:
-    """The flat graph and what its `get_attr` nodes name beyond the model's state."""
+    """The flat graph, and the objects that its `get_attr` nodes name beyond the model's state."""
 
     graph: fx.Graph
     returned: Returned | None = None
@@ -315,7 +313,7 @@ class _Flattener:
 
 
 def hoist_buffer_writes(graph: fx.Graph, state: frozenset[str]) -> None:
-    """Move trailing ``copy_(buffer, value)`` just behind the last use of the buffer and the making of the value."""
+    """Move each trailing ``copy_(buffer, value)`` behind the buffer's last use and the value's computation."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
         if node.target is not aten.copy_.default or node.users or node.args[0].op != "get_attr":

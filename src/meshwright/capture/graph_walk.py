@@ -1,7 +1,7 @@
-"""A walk through a trace at one batch size: every size becomes a whole number, every tensor gets its looks.
+"""A captured model's flat graph (`FlatTrace`), a walk through it at one batch size, and ids for its ops and tensors.
 
-Sizes that the export left symbolic (`sym_size` and arithmetic on it) are computed from the concrete shapes, so nothing
-downstream meets a symbol.
+`walk_trace` gives every size a whole number, and every tensor its shape, dtype and layout. Sizes that the export left
+symbolic (`sym_size` and arithmetic on it) are computed from the concrete shapes. `build_table` numbers a walk.
 """
 
 from __future__ import annotations
@@ -26,18 +26,12 @@ if TYPE_CHECKING:
     from meshwright.spec.graph import Role
 
 
-# Trace: a captured model as one flat fx graph over the user's own names.
-#
-# The graph has placeholders for the batch's tensors, `get_attr` nodes whose targets are the user's names of parameters
-# and buffers (tied ones once), `call_function` nodes, and an output tuple. Node metadata is reduced to ``module`` (path
-# of the module that ran the op; "" is the model itself) and ``where`` ("file:line" in the user's code).
-
 LOSS_MODULE = "loss"
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """How what is returned is put together: ``leaves`` are numbers of the graph's outputs, or values themselves."""
+    """The structure of what the model returns. ``leaves``: numbers of the graph's outputs, or values themselves."""
 
     spec: pytree.TreeSpec
     leaves: tuple[tuple[bool, Any], ...]
@@ -48,15 +42,18 @@ class Returned:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
+# The graph has placeholders for the batch's tensors, `get_attr` nodes whose targets are the user's names of parameters
+# and buffers (tied ones once), `call_function` nodes, and an output tuple. Node metadata is reduced to ``module`` (path
+# of the module that ran the op; "" is the model itself) and ``where`` ("file:line" in the user's code).
 @dataclass(slots=True, kw_only=True)
 class FlatTrace:
     """A flat graph with everything that it names.
 
     ``state`` holds the model's parameters and buffers by their first name in the model's order, ``aliases`` the further
-    names of tied ones, ``constants`` tensors made in forward, ``branches`` the subgraphs of `torch.cond` and its like.
-    ``values`` are the looks of the example batch; ``batched`` says which of them grow with the batch, of ``batch_size``
-    samples in the example. ``returned``: how the model puts the graph's outputs together. ``checkpoint``: a place
-    that calls ``torch.utils.checkpoint``, which the graph does not tell.
+    names of tied ones, ``constants`` tensors made in forward, ``branches`` the subgraphs of `torch.cond` and similar
+    operators. ``values``: shape, dtype and layout of the example batch's tensors. ``batched``: which of them grow with
+    the batch, of ``batch_size`` samples in the example. ``returned``: the structure of the outputs. ``checkpoint``: a
+    place in the code that calls ``torch.utils.checkpoint``, which the graph does not record.
     """
 
     graph: fx.Graph
@@ -77,7 +74,7 @@ class FlatTrace:
 
     @property
     def fixed(self) -> bool:
-        """Whether the batch size is baked in."""
+        """Return whether the graph holds for one batch size only."""
         return not any(self.batched)
 
     def attribute(self, name: str) -> Any:
@@ -94,7 +91,7 @@ def target_of(node: fx.Node) -> Any:
 
 
 def args_of(node: fx.Node) -> Any:
-    """The node's positional arguments (fx types them too widely to be of use)."""
+    """Return the node's positional arguments (fx types them too widely to be of use)."""
     return node.args
 
 
@@ -113,7 +110,7 @@ class WalkStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """``env`` maps every node to its slots and numbers, ``steps`` every op that handles tensors to what it does."""
+    """``env`` maps every node to its slots and numbers; ``steps`` maps every op on tensors to its `WalkStep`."""
 
     batch_size: int
     env: dict[fx.Node, Any]
@@ -121,7 +118,7 @@ class Walk:
 
 
 def walk_trace(trace: FlatTrace, batch_size: int) -> Walk:
-    """Walk ``trace`` for a batch of ``batch_size`` samples; remembered per trace and size."""
+    """Return the walk through ``trace`` for a batch of ``batch_size`` samples; cached per trace and size."""
     walks = trace.facts.setdefault("walks", {})
     if batch_size not in walks:
         inputs = [
@@ -135,7 +132,7 @@ def walk_trace(trace: FlatTrace, batch_size: int) -> Walk:
 
 
 def examiner_of(trace: FlatTrace) -> Examiner:
-    """The trace's one examiner, which remembers facts over all walks."""
+    """Return the trace's only examiner, which caches facts over all walks."""
     if "examiner" not in trace.facts:
         trace.facts["examiner"] = Examiner(training=trace.training, estimate_branch=_estimate_branch)
     return trace.facts["examiner"]
@@ -247,13 +244,6 @@ def _estimate_branch(branch: fx.GraphModule, operands: list[Any], training: bool
     )
 
 
-# Numbers for a walked trace: which node is which op, which slot is which tensor.
-#
-# Tensor ids count the batch's tensors, then parameters and buffers in the model's own order, then constants in order of
-# first use, then the results and internals of each op in graph order. Nothing here depends on names that the export
-# invented or on addresses, so two processes number alike.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRow:
     """One op: its node and tensor ids. ``results`` follow the node's flattened results (None where no tensor)."""
@@ -269,13 +259,13 @@ class OpRow:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Tensor ids of the results."""
+        """Return the tensor ids of the results."""
         return tuple(i for i in self.results if i is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """One tensor: its slot, role and name (empty for what ops make: they are named after the op)."""
+    """One tensor: its slot, role and name (empty for results of ops, which are named after the op)."""
 
     slot: Slot
     role: Role
@@ -293,8 +283,11 @@ class CaptureTable:
     outputs: tuple[int, ...]
 
 
+# Tensor ids count the batch's tensors, then parameters and buffers in the model's own order, then constants in order of
+# first use, then the results and internals of each op in graph order. Nothing here depends on names that the export
+# invented or on addresses. So two processes number alike.
 def build_table(trace: FlatTrace, walk: Walk) -> CaptureTable:
-    """Number the tensors and ops of ``walk``."""
+    """Number the tensors and ops of ``walk``: return all of them as a table."""
     builder = _Builder(trace, walk)
     builder.add_sources()
     for node in trace.graph.nodes:

@@ -43,7 +43,7 @@ class _Label:
 
 
 def differentiate(captured: Captured) -> Graph:
-    """The joint forward-backward graph.
+    """Return the joint forward-backward graph.
 
     Its outputs are the loss, then the gradient of every trainable parameter that the loss depends on. Raises
     CaptureError if the graph has no loss, or if a parameter that the loss depends on gets no gradient.

@@ -1,9 +1,10 @@
-"""Ops → layers: contiguous ranges with names from the module paths, whose boundaries are legal cuts.
+"""`find_units` finds the modules that a model's layers consist of; `divide` divides its ops into these layers.
 
-One layer per element of the model's lists of blocks; what stands before, between and after them joins layers of its
-own (embedding or stem, head) if it holds parameters, else the neighbour, split where the fewest bytes cross. Layers
-are merged if the boundary between them is not a legal cut. A model without structure is divided into pieces of about
-equal work at legal cuts.
+A layer is a contiguous range of ops with a name from the module paths; its boundaries are legal cuts. There is one
+layer per element of the model's lists of blocks. Ops before, between and after them become layers of their own
+(embedding or stem, head) if they hold parameters. Otherwise they join the neighbours, split where the fewest bytes
+cross. Layers are merged if the boundary between them is not a legal cut. A model without such lists is divided into
+pieces of about equal work at legal cuts.
 """
 
 from __future__ import annotations
@@ -14,25 +15,22 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-# Which modules a model's layers are made of: the elements of its lists of blocks, and what stands around them.
-#
-# The tree is opened from the root: lists (ModuleList, Sequential, ModuleDict) always, other modules if they hold a list
-# and are not themselves elements. A **unit** is where opening ends. It is an **element** if a list holds it, or if
-# siblings of the same class stand beside it (a list written by hand) and it holds no list of blocks itself, as the
-# encoder and the decoder of a T5 do.
-
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
+# The tree is opened from the root: lists (ModuleList, Sequential, ModuleDict) always, other modules if they hold a list
+# and are not themselves elements. A **unit** is where opening ends. It is an **element** if a list holds it. It is also
+# one if modules of the same class are beside it (a list written by hand) and it holds no list of blocks itself, as the
+# encoder and the decoder of a T5 do.
 def find_units(model: nn.Module) -> dict[str, bool]:
-    """Path of every unit → whether it is an element."""
+    """Return, for the path of every unit, whether it is an element of a list of blocks."""
     units: dict[str, bool] = {}
     _open(model, "", units)
     return units
 
 
 def unit_of(path: str, units: dict[str, bool]) -> str | None:
-    """The unit that a module path lies in; None for code between units."""
+    """Return the unit that a module path lies in; None for code between units."""
     while path:
         if path in units:
             return path
@@ -87,7 +85,10 @@ class OpLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Ops ``start:stop``; ``element``: True for a block, False for what stands around, None for parameterless glue."""
+    """Ops ``start:stop``.
+
+    ``element``: True for a block of a list, False for other ops with parameters, None for ops between that have none.
+    """
 
     name: str
     start: int
@@ -98,7 +99,7 @@ class Range:
 def divide(
     lines: Sequence[OpLine], cuts: frozenset[int], crossing: Sequence[int], units: dict[str, bool]
 ) -> tuple[Range, ...]:
-    """Divide the ops into named ranges. ``crossing[c]`` are the bytes that would cross a cut at c."""
+    """Divide the ops into named ranges. ``crossing[c]``: the bytes that would cross a cut at c."""
     if not lines:
         return ()
     ranges = _runs(lines, units)
@@ -125,7 +126,7 @@ def _runs(lines: Sequence[OpLine], units: dict[str, bool]) -> list[Range]:
 
 
 def _gather_surroundings(ranges: list[Range], lines: Sequence[OpLine], units: dict[str, bool]) -> list[Range]:
-    """Join what stands between two elements into one range, a layer of its own if it has parameters."""
+    """Join the ops between two elements into one range, a layer of its own if it has parameters."""
     joined: list[Range] = []
     for item in ranges:
         if joined and not item.element and not joined[-1].element:
@@ -144,7 +145,7 @@ def _gather_surroundings(ranges: list[Range], lines: Sequence[OpLine], units: di
 def _surrounding(
     item: Range, lines: Sequence[OpLine], units: dict[str, bool], *, first: bool, last: bool
 ) -> list[Range]:
-    """What stands around blocks: glue, a layer from the first to the last op with parameters, glue."""
+    """Ops around blocks as ranges: glue, a layer from the first to the last op with parameters, glue."""
     holders = [i for i in range(item.start, item.stop) if lines[i].has_parameters]
     if not holders:
         return [replace(item, element=None)]
@@ -215,7 +216,7 @@ def _pieces(ranges: list[Range], lines: Sequence[OpLine], cuts: frozenset[int]) 
 
 
 def number_names(ranges: list[Range]) -> list[Range]:
-    """Names occur once: ``name``, ``name#2``, ..."""
+    """Make names unique: ``name``, ``name#2`` and so on."""
     seen: dict[str, int] = {}
     numbered = []
     for item in ranges:

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def bind_call(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call with ``device`` wherever they name one, and where a factory is given none."""
+    """Return the arguments of a call with ``device`` wherever they name one, and where a factory is given none."""
     args, kwargs = fx.node.map_aggregate(
         (args, kwargs), lambda item: device if isinstance(item, torch.device) else item
     )
@@ -29,14 +29,14 @@ def bind_call(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.
 
 
 def takes_device(target: Callable[..., Any]) -> bool:
-    """Whether a call has to name a device: that of a factory, or an operator's argument without a default."""
+    """Return whether a call has to name a device: that of a factory, or an operator's argument without a default."""
     schema = getattr(target, "_schema", None)
     named = () if schema is None else (item for item in schema.arguments if item.name == "device")
     return _is_factory(target) or any(not item.has_default_value() for item in named)
 
 
 def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of a subgraph on ``device``, with the subgraphs in it; the module itself stays as it is."""
+    """Return a copy of a subgraph on ``device``, with the subgraphs in it; the module itself stays as it is."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     held: dict[str, Any] = {}

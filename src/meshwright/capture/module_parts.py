@@ -1,8 +1,8 @@
-"""`part(captured, feeds, fetches)`: the runnable torch module that some tensors need, and nothing else.
+"""`part`: the torch module that computes given tensors of a captured model; `rebuild`: the same from a graph alone.
 
-The part holds the user's own Parameter and buffer objects under the user's names. All sizes are whole numbers for one
+A part holds the user's own Parameter and buffer objects under the user's names. All sizes are whole numbers for one
 batch size, so a part needs no values only to know their shape. In-place writes to buffers that nobody fetches belong to
-the part whose ``ops`` name them.
+the part whose ``ops`` name them. `strides_of` gives the strides of the captured tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from meshwright.capture.capture import Captured
 
 
-# A runnable module of a graph alone: its operators, attributes and shapes, without the model that it came from.
-#
-# The local graph of a sharding has no module that computes it; to run its ops, one is made. Parameters and buffers are
-# given, or left unallocated (on device "meta"), and the caller gives them values.
-
 # Operators whose optional tensors are given from the first one on: a weight, then a bias.
 _IN_ORDER = ("layer_norm", "group_norm", "native_layer_norm", "native_group_norm", "rms_norm")
 # The tensors of lists that are not an operator's last ones: an LSTM's hidden and cell states come before its weights.
@@ -38,6 +33,9 @@ _NUMBER = re.compile(r"-?\d+")
 _LIST = re.compile(r"\[(.*)\]")
 
 
+# The local graph of a sharding has no module that computes it. To run its ops, a module is made from their operators,
+# attributes and shapes. Parameters and buffers are given, or left unallocated (on device "meta"); then the caller sets
+# their values.
 def rebuild(
     graph: Graph,
     feeds: Sequence[int],
@@ -50,7 +48,7 @@ def rebuild(
     state: Callable[[int], torch.Tensor] | None = None,
     device: torch.device = CPU,
 ) -> fx.GraphModule:
-    """The module that computes ``fetches`` from ``feeds`` (tensor ids) by some ops of the graph.
+    """Make the module that computes ``fetches`` from ``feeds`` (tensor ids) by some ops of the graph.
 
     Args:
         graph: ops of kinds ``aten.*``, and others for which there are converters.
@@ -180,7 +178,7 @@ class _Builder:
         return found
 
     def _check_optional(self, op: Op, optional: int, given: int) -> None:
-        """Raise GraphError where some tensors are left out, and it is not told which."""
+        """Raise GraphError if some optional tensors are left out and it is unknown which ones."""
         if 0 < given < optional and op.kind.split(".")[1] not in _IN_ORDER:
             raise _cannot_call(op, "some of its tensors are left out, and it is not told which")
 
@@ -278,7 +276,7 @@ def part(
 
 
 def strides_of(captured: Captured, batch_size: int) -> dict[int, tuple[int, ...]]:
-    """The strides of tensors, by id, for ``batch_size`` samples; those of what only backwards read are not among them.
+    """Return the strides of tensors by id, for ``batch_size`` samples, without tensors that only backwards read.
 
     Raises GraphError for a batch size that does not fit the graph.
     """

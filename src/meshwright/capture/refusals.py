@@ -131,7 +131,7 @@ def note_checkpoints(model: nn.Module) -> Iterator[list[str]]:
 
 
 def explain_checkpoint(place: str) -> str:
-    """A remark on the place that calls ``torch.utils.checkpoint``; empty if none does."""
+    """Return a remark on the place that calls ``torch.utils.checkpoint``; empty if none does."""
     if not place:
         return ""
     return (
@@ -141,7 +141,10 @@ def explain_checkpoint(place: str) -> str:
 
 
 def refuse_data_access(place: str) -> CaptureError:
-    """The error for ``Tensor.data``, whose values export takes for a constant; its shape and dtype do no harm."""
+    """Return the error for ``Tensor.data``, whose values export takes for a constant.
+
+    Its shape and dtype do no harm.
+    """
     return CaptureError(
         f"{place} uses Tensor.data in forward, which hides the tensor from the trace, so its values would be kept as "
         "a constant. Use tensor.detach() instead, or leave it out where the gradient may follow."
@@ -149,7 +152,7 @@ def refuse_data_access(place: str) -> CaptureError:
 
 
 def refuse_sparse_gradient(place: str) -> CaptureError:
-    """The error for an embedding with ``sparse=True``: gradients are summed and stepped as dense tensors."""
+    """Return the error for an embedding with ``sparse=True``: gradients are summed and stepped as dense tensors."""
     return CaptureError(
         f"{place}: an embedding with sparse=True gives its weight a sparse gradient, which is neither planned nor "
         "exchanged between ranks. Pass sparse=False."
@@ -210,14 +213,14 @@ class StateWatch:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether torch stopped because a decision or a size depends on the data of a tensor."""
+    """Return whether torch stopped because a decision or a size depends on the data of a tensor."""
     kinds = ("DataDependent", "DynamicOutputShape")
     text = str(error).lower()
     return type(error).__name__.startswith(("GuardOn", *kinds)) or "data-dependent" in text or "unbacked" in text
 
 
 def refuse_data_dependence(place: str) -> CaptureError:
-    """The error for control flow, sizes and numbers that depend on data."""
+    """Return the error for control flow, sizes and numbers that depend on data."""
     remedy = (
         "Use torch.cond for branches on data, torch.where or masks for sizes, tensors instead of numbers, or move the "
         "decision out of the model."
@@ -231,7 +234,7 @@ def refuse_data_dependence(place: str) -> CaptureError:
 
 
 def explain_failure(error: BaseException, model: nn.Module) -> CaptureError:
-    """The CaptureError for whatever the export raised, with the user's source line."""
+    """Return the CaptureError for whatever the export raised, with the user's source line."""
     place = _place_of(error) or type(model).__name__
     kind, text = type(error).__name__, str(error)
     if is_data_dependent(error):

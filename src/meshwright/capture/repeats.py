@@ -203,7 +203,9 @@ def check_repeats(module: fx.GraphModule, groups: list[Repeats]) -> None:
 
 
 def find_repeats(model: nn.Module) -> list[Repeats]:
-    """Groups of modules of equal structure among the elements of the model's lists; outermost first, never nested.
+    """Return groups of modules of equal structure among the elements of the model's lists.
+
+    Outermost ones come first; groups are never nested.
 
     None in a model that has a module by two names: torch tells the paths of its modules by the way they are called.
     """

@@ -1,6 +1,7 @@
-"""What holds while a model is traced or run for a check, and is undone afterwards.
+"""Context managers for tracing and checking a model, and grouped products as one operator (`grouped_mm`).
 
-Weights that were never allocated are fake meanwhile, training flags are as asked, and torch keeps quiet.
+While a model is traced or run for a check, weights that were never allocated are fake (`allocated`), training flags are
+set (`training_flags`), and torch's warnings are off (`quiet_torch`). All of it is undone afterwards.
 """
 
 from __future__ import annotations
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Grouped products as one operator, ``meshwright::grouped_mm``: for every device and type, with or without data.
-#
-#     rows (S, K), sorted by group; matrices (G, K, N); ends (G), where the rows of each group end → (S, N)
-#
-# torch 2.13 has a kernel (`torch._grouped_mm`) for float32 and below, no shape for tensors without data but in
-# bfloat16, and nothing for autocast. Here every type has a shape; autocast computes in its own type, as for other
-# products; in float64, and on GPUs older than the kernel, groups are multiplied one after the other. While a model is
-# traced, the grouped products of transformers are this operator.
-
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
 _LIBRARY.define("grouped_mm_backward(Tensor rows, Tensor matrices, Tensor ends, Tensor gradient) -> (Tensor, Tensor)")
@@ -40,6 +32,14 @@ _CAPABILITY, _ALIGNMENT = (8, 0), 16
 _KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+# ``meshwright::grouped_mm`` for every device and dtype, with or without data:
+#
+# rows (S, K), sorted by group; matrices (G, K, N); ends (G), where the rows of each group end → (S, N)
+#
+# torch 2.13 has a kernel (`torch._grouped_mm`) for float32 and below. It infers shapes of tensors without data only in
+# bfloat16, and has no rule for autocast. Here every dtype has a shape rule. Autocast computes in its own dtype, as for
+# other products. In float64, and on GPUs older than the kernel, groups are multiplied one after the other. While a
+# model is traced, the grouped products of transformers are this operator.
 def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each group by its matrix: (S, K), (G, K, N), int (G) → (S, N)."""
     found: torch.Tensor = torch.ops.meshwright.grouped_mm(rows, matrices, offs)
@@ -137,7 +137,10 @@ def _backward_looks(rows: torch.Tensor, matrices: torch.Tensor, *_: torch.Tensor
 def allocated(
     model: nn.Module, tensors: tuple[torch.Tensor, ...], *, always: bool = False
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The batch to export with; where any holds no data, or ``always``, all become fake CPU tensors meanwhile."""
+    """Yield the batch to export with.
+
+    If a tensor holds no data, or with ``always``, all tensors are fake CPU tensors meanwhile.
+    """
     held = [*model.parameters(), *model.buffers(), *tensors]
     if not always and all(holds_data(tensor) for tensor in held):
         yield tensors
@@ -168,7 +171,7 @@ def allocated(
 
 
 def holds_data(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is neither fake nor on device "meta"."""
+    """Return whether the tensor is neither fake nor on device "meta"."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
@@ -187,7 +190,7 @@ def training_flags(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo what running the model changes: buffers, their contents, and the state of the random generators."""
+    """Undo afterwards what running the model changes: buffers, their contents, and states of random generators."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
@@ -205,11 +208,11 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Libraries that ask torch whether it traces hear that it does not: they take the branches that training takes.
+    """Make libraries that ask torch whether it traces take the branches that training takes.
 
     Of a model that is exported, transformers (5.23) gives attention a mask in memory in place of ``is_causal``, and
     copies keys and values to all heads. Positions in ``batch`` may be those of packed sequences, which need the mask;
-    positions that the model makes itself are not. Its grouped products become one operator (below).
+    positions that the model makes itself are not. Its grouped products become one operator (`grouped_mm`).
     """
     with ExitStack() as stack:
         for name in ("is_compiling", "is_exporting"):
@@ -234,7 +237,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Export and `torch.cond` warn and log about what we check ourselves; models of transformers log, too."""
+    """Turn off logs of transformers' models, and warnings of export and `torch.cond` on what is checked here anyway."""
     loggers = [
         logging.getLogger(name)
         for name in ("torch.fx.experimental", "torch.export", "torch._export", "torch._subclasses", "transformers")

@@ -22,7 +22,7 @@ class ValueLooks:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ValueLooks:
-        """The value of a real or fake tensor."""
+        """Return the value of a real or fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     @property
@@ -36,7 +36,7 @@ class ValueLooks:
         return tensor.requires_grad_(self.requires_grad)
 
     def with_batch(self, batch_size: int) -> ValueLooks:
-        """The same with ``batch_size`` along dim 0."""
+        """Return the same with ``batch_size`` along dim 0."""
         shape = (batch_size, *self.shape[1:])
         # Strides do not depend on the batch where dim 0 is the outermost; otherwise a batch of another size is taken as
         # contiguous.

@@ -64,7 +64,7 @@ VERBS = {
 
 
 def load_verb(name: str) -> Any:
-    """The command or group of commands of a verb."""
+    """Return the command or group of commands of a verb."""
     module, attribute = VERBS[name][0].split(":")
     found = getattr(import_module(module), attribute)
     parent = typer.Typer(add_completion=False, rich_markup_mode="markdown")

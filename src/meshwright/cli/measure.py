@@ -176,7 +176,7 @@ def measure(
 
 
 def _one_of(modes: list[str]) -> str:
-    """Return the one mode that was asked for; "" for the usual one."""
+    """Return the one requested mode; "" for the usual one."""
     if len(modes) > 1:
         raise typer.BadParameter(f"{' and '.join(modes)} exclude each other; give one of them.")
     return modes[0] if modes else ""
@@ -364,6 +364,6 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
 
 
 def file_rows(path: Path, imported: Imported) -> dict[str, Any]:
-    """What was read from a file and what was left out, as plain data."""
+    """Return what was read from a file and what was left out, as plain data."""
     left_out = {reason: count for reason, count in imported.left_out.items() if count}
     return {"file": str(path), "kind": imported.kind, "ops": op_rows(imported.records), "left_out": left_out}

@@ -1,4 +1,9 @@
-"""``meshwright measure --links``: time every collective between the available ranks, and fit the model of links."""
+"""``meshwright measure`` for other things than ops on a CPU: links, calibration by real steps, whole batches, GPUs.
+
+``--links`` (`measure_links_table`) times every collective between the available ranks. ``--calibrate``
+(`calibrate_table`) corrects a table by real steps. ``--batches`` (`measure_batches_table`) times batches of a whole
+model. On a GPU, `measure_device` times the ops of a model, `write_device_table` single operators.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,6 @@ if TYPE_CHECKING:
     from meshwright.records import Records
     from meshwright.spec.measurements import TransferKind
     from meshwright.training import Calibration
-
-
-# ``meshwright measure --calibrate``: a table corrected by real steps, and the error before and after.
 
 
 def calibrate_table(
@@ -63,7 +65,7 @@ def calibrate_table(
 
 
 def calibration_tables(found: Calibration, model: str, out: Path) -> list[Any]:
-    """The corrections, their effect on the predicted step, and where the table is."""
+    """Return the corrections, their effect on the predicted step, and the path of the table, for the terminal."""
     from meshwright.report import make_table
 
     parts = [
@@ -89,9 +91,6 @@ def calibration_tables(found: Calibration, model: str, out: Path) -> list[Any]:
         make_table(steps),
         found.why_kept or f"measurements written to {out}",
     ]
-
-
-# ``meshwright measure --batches``: times of batches of a whole model, and the line fitted to them.
 
 
 def measure_batches_table(
@@ -168,8 +167,6 @@ def _tables(table: Measurements) -> Sequence[Any]:
         *(Text(line) for line in lines if line),
     )
 
-
-# ``meshwright measure`` on a GPU: the ops of a model one by one, or a table of the device.
 
 # Reasons for left-out ops that are shown.
 _SHOWN = 5
@@ -288,7 +285,7 @@ def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
 
 
 def place_rows(walls: Records) -> list[dict[str, Any]]:
-    """One row per op and place: ranks of a group, concurrent groups, stride, and the line fitted over the sizes."""
+    """Return one row per op and place: ranks of a group, concurrent groups, stride, line fitted over the sizes."""
     from meshwright.report import fit_transfers
     from meshwright.spec import TransferMeasurement
 

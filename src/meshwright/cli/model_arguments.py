@@ -1,4 +1,7 @@
-"""From a user's model name to a graph: a reference that is captured, or a graph that was captured before."""
+"""From a model name to a graph: captured, from a file, or from the user's cache; and options of several commands.
+
+`graphs_of` gives the graphs by microbatch size, `graph_of_plan` and `graph_to_show` that of a plan.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,6 @@ if TYPE_CHECKING:
     from meshwright.rewrite.planned import RewriteTarget
 
 
-# Cache of graphs captured from Hugging Face configurations, in the user's cache folder.
-#
-# A graph follows from the configuration, the sizes, and the code that captures: torch, transformers and Meshwright.
-# Files are named by a digest of all of these, so that any change leads to another file. An unreadable file counts as
-# missing.
-
 # Files to keep; beyond these, the least recently used ones are deleted.
 MAX_FILES = 64
 # The code that captures: modules of Meshwright with all that they import, and libraries.
@@ -56,6 +53,8 @@ _MODULES = ("meshwright.capture", "meshwright.zoo", "meshwright.zoo.huggingface"
 _LIBRARIES = ("torch", "transformers")
 
 
+# A graph follows from the configuration, the sizes, and the code that captures: torch, transformers and Meshwright.
+# Files of the cache are named by a digest of all of these, so that any change leads to another file.
 def kept_file(config: dict[str, Any], *asked: object) -> Path | None:
     """Path of the cached graph of a configuration, captured as ``asked``; None without a cache folder.
 
@@ -154,7 +153,7 @@ Degrees = tuple[tuple[int, ...], ...]
 
 
 def model_sizes(sequence_length: int | None, image_size: int | None) -> tuple[tuple[str, int], ...]:
-    """The requested sizes, as a plan records them."""
+    """Return the requested sizes, as a plan records them."""
     given = {"sequence_length": sequence_length, "image_size": image_size}
     return tuple((name, value) for name, value in given.items() if value is not None)
 
@@ -212,7 +211,7 @@ def capture_reference(
 
 
 def without_torch(reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode) -> str:
-    """Message for a user without torch about a model that has to be captured."""
+    """Return the message for a user without torch about a model that has to be captured."""
     install = "pip install 'meshwright[torch]'"
     if reference in shipped_graphs():
         asked = ", ".join(
@@ -256,11 +255,11 @@ def graphs_of(
     target: RewriteTarget | None = None,
     degrees: Degrees = (),
 ) -> Callable[[int], Graph]:
-    """Microbatch size → graph: one graph if its sizes are symbolic in the batch, else one capture per size.
+    """Return the graph by microbatch size: one graph if its sizes are symbolic in the batch, else one capture per size.
 
     The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured. ``target``: the
-    device that the graph is rewritten for; each size is rewritten separately, because the cheapest graph depends on
-    it. ``degrees``: the graph is that of the model in these parts.
+    device that the graph is rewritten for; each size is rewritten separately, because the cheapest graph depends on it.
+    ``degrees``: the graph is that of the model in these parts.
     """
     if target is not None or degrees:
         return _changed_graphs(reference, sizes, mode, target, degrees)
@@ -325,7 +324,7 @@ def _changed_graphs(
 
 
 def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
-    """The graph that a plan was made for: from a file if given, else captured from the plan's model."""
+    """Return the graph that a plan was made for: from a file if given, else captured from the plan's model."""
     if graph_file is None:
         check_model_is_here(plan.model)
     reference, target = (plan.model, planned_target(plan)) if graph_file is None else (str(graph_file), None)
@@ -335,7 +334,7 @@ def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
 
 
 def planned_target(plan: Plan | Placement | None) -> RewriteTarget | None:
-    """The target that a plan's graph is rewritten for, or None; only then is torch loaded."""
+    """Return the target that a plan's graph is rewritten for, or None; torch is loaded only for a target."""
     if not isinstance(plan, Plan) or not plan.rewritten:
         return None
     from meshwright.rewrite.planned import target_of
@@ -344,7 +343,7 @@ def planned_target(plan: Plan | Placement | None) -> RewriteTarget | None:
 
 
 def graph_to_show(plan: Plan | Placement, document: str, graph_file: Path | None, option: str) -> Graph:
-    """The graph of a plan that is only displayed: no code that only the plan names is executed.
+    """Return the graph of a plan that is only displayed, without executing code that only the plan names.
 
     Raises ModelReferenceError for a model in a Python file unless its graph was given, PlanError for another graph.
     """

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from meshwright.rewrite.verify import Verdict
 
 
-# ``meshwright optimize MODEL``: a faster equivalent of a model, as a torch program.
-
-
 def optimize_model(
     model: ModelArgument,
     out: Annotated[

@@ -1,4 +1,8 @@
-"""Output of the commands other than JSON: tables on standard output, progress and errors on standard error."""
+"""Output of the commands other than JSON: tables on standard output, progress and errors on standard error.
+
+Characters that a console cannot encode are replaced (`accept_any_character`); control characters are escaped
+(`escape_controls`).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,6 @@ from rich.text import Text
 
 from meshwright.spec import format_seconds
 
-# Rows of a deployment's answers as tables show them, with ``> LIMIT`` for latencies beyond the measured range.
-
 
 def shown_row(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return these figures of a row, with "> 200 ms" for a latency known only to exceed that."""
@@ -29,14 +31,6 @@ def shown_row(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         shown[name] = f"> {format_seconds(over)}" if over is not None else row.get(name)
     return shown
 
-
-# Output for consoles whose encoding lacks some characters: these are replaced by ASCII characters.
-#
-# A Windows console may use cp1252, a POSIX one without a locale ASCII. Standard output is strict in both, so that a
-# single arrow in a table would end in a traceback. Every replacement is one character, so that columns stay aligned.
-#
-# Names come from untrusted documents. Characters that move the cursor, set the title or change the direction of writing
-# would alter the rest of the screen (CVE-2021-42574 describes the latter); they are printed as escapes, ``\u202e``.
 
 _HANDLER = "meshwright-plain"
 
@@ -88,7 +82,11 @@ class PlainConsole(Console):
 
 
 def escape_controls(text: str) -> str:
-    r"""Return the text with its control characters as ``\x1b`` or ``\u202e``, except line ends and tabs."""
+    r"""Return the text with its control characters as ``\x1b`` or ``\u202e``, except line ends and tabs.
+
+    Names come from untrusted documents. Characters that move the cursor, set the title or change the direction of
+    writing (CVE-2021-42574) would alter the rest of the screen.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_escape, text))
@@ -100,6 +98,8 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
+# A Windows console may use cp1252, a POSIX one without a locale ASCII. Standard output is strict in both, so that a
+# single arrow in a table would end in a traceback. Every replacement is one character, so that columns stay aligned.
 def accept_any_character() -> None:
     """Make standard output and error replace each character that their encoding lacks."""
     codecs.register_error(_HANDLER, _write_stand_ins)
@@ -130,19 +130,19 @@ def print_file(text: str) -> None:
 
 
 def print_tables(*renderables: Any) -> None:
-    """Rich renderables (or strings) on standard output."""
+    """Print rich renderables (or strings) on standard output."""
     console = PlainConsole(soft_wrap=False)
     for item in renderables:
         console.print(item, crop=False)
 
 
 def grid_width(num_ranks: int) -> int:
-    """Columns of a schedule's picture that fit beside the names of the ranks."""
+    """Return the columns of a schedule's picture that fit beside the names of the ranks."""
     return max(20, PlainConsole().width - len(f"rank {num_ranks - 1} "))
 
 
 def report_error(message: str) -> None:
-    """One paragraph on standard error."""
+    """Print one paragraph on standard error."""
     console = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
     console.print("[bold red]error:[/] ", end="")
     console.print(message, markup=False)
@@ -161,12 +161,12 @@ def open_address(url: str) -> None:
 
 
 def note(message: str) -> None:
-    """A remark on standard error, so that standard output stays clean."""
+    """Print a remark on standard error, so that standard output stays free of remarks."""
     PlainConsole(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False, style="dim")
 
 
 class TerminalSink:
-    """An event sink that draws a bar on a terminal and stays quiet elsewhere."""
+    """An event sink that draws a progress bar on a terminal, and nothing elsewhere."""
 
     def __init__(self) -> None:
         self._console = PlainConsole(stderr=True)

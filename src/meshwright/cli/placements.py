@@ -83,7 +83,7 @@ def rank_rows(placement: Placement, graph: Graph, result: Simulation, machine: C
 
 
 def placement_tables(placement: Placement, rows: list[dict[str, Any]], result: Simulation) -> list[Any]:
-    """The tables for people: the placement in a line, its ranks, and the time of a step."""
+    """Return the tables for people: the placement in a line, its ranks, and the time of a step."""
     from meshwright.report.narrow import NarrowTable
 
     headings = ("rank", "device", "stages", "ops", "busy", "sent", "memory")

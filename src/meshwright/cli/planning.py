@@ -1,4 +1,4 @@
-"""Shared by `plan` and related verbs: defaults of a workload, and what is printed if nothing fits."""
+"""Shared by `plan` and related verbs: defaults of a workload, what a plan was made with, and output if nothing fits."""
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from meshwright.spec import Cluster, DeviceKind, Graph
 
 
-# What a plan was made with, used as default where the command line gives nothing else.
-
-
 def recall_software(plan: Plan | Placement, given: str | None) -> str | None:
-    """The training software that a plan is estimated for: the given one, or the plan's own, with a remark."""
+    """Return the training software that a plan is estimated for: the given one, or the plan's own, with a remark."""
     if given is None and plan.made_with.predicted_for:
         note(f"Estimated for {plan.made_with.predicted_for}, as the plan was made.")
     return given or plan.made_with.predicted_for or None
@@ -40,9 +37,11 @@ def recall_software(plan: Plan | Placement, given: str | None) -> str | None:
 def recall_measurements(
     plan: Plan | Placement | None, plan_file: Path | None, given: Path | None, cluster: str | None = None
 ) -> Path | None:
-    """The measurements that a plan is estimated with: those given, or those it was made with. Prints a remark on them.
+    """Return the measurements that a plan is estimated with: those given, or those it was made with.
 
-    On another ``cluster`` than the plan's, and without a plan, only those given.
+    Prints a remark on them.
+
+    On another ``cluster`` than the plan's, and without a plan, only those given are used.
     """
     if plan is None or plan_file is None or cluster not in (None, plan.cluster):
         return given
@@ -60,7 +59,7 @@ def as_written(item: RankedPlan, cluster: str, made_with: MadeWith) -> RankedPla
 def make_cost_model(
     cluster: Cluster, measurements: Path | None, precision: Precision, software: str | None = None
 ) -> CostModel:
-    """The cost model of a cluster, with a table of measurements if one is given.
+    """Return the cost model of a cluster, with a table of measurements if one is given.
 
     Prints a note if another torch made the table. Raises what `load_cost_model` and `read_software` raise.
     """
@@ -163,7 +162,7 @@ SAMPLES_PER_DEVICE = 8
 def choose_batch(
     batch: int | None, tokens: int | None, model: str, cluster: Cluster, graph_for: Callable[[int], Graph]
 ) -> int:
-    """Samples per step: ``batch``, the samples in ``tokens``, or by default 8 per device of the cluster.
+    """Return the samples per step: ``batch``, the samples in ``tokens``, or by default 8 per device of the cluster.
 
     Raises typer.BadParameter for tokens of a model without token inputs, and for tokens that are not a whole number of
     samples.
@@ -188,7 +187,7 @@ def choose_batch(
 
 
 def given_options(context: typer.Context) -> tuple[str, ...]:
-    """The options that the user typed, by their long names, whatever their values."""
+    """Return the options that the user typed, by their long names, whatever their values."""
     given = []
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -198,7 +197,7 @@ def given_options(context: typer.Context) -> tuple[str, ...]:
 
 
 def repeat_options(context: typer.Context) -> str:
-    """The options that the user typed, as a shell reads them."""
+    """Return the options that the user typed, as a shell reads them."""
     words: list[str] = []
     for parameter in context.command.params:
         name = max(parameter.opts, key=len)
@@ -212,7 +211,7 @@ def repeat_options(context: typer.Context) -> str:
 
 
 def read_prices(text: str | None) -> Scenario:
-    """Prices of devices as typed on the command line. Raises PlanError for a scenario without prices."""
+    """Read prices of devices as typed on the command line. Raises PlanError for a scenario without prices."""
     if text is None:
         return Scenario()
     with suppress(ValueError):

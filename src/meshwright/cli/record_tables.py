@@ -1,4 +1,4 @@
-"""Tables of many devices on the terminal: one line per device and op."""
+"""Two independent parts: the options ``--trace`` and ``--trace-ranks``, and tables of many devices on the terminal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from meshwright.simulator import Simulation
 
 
-# ``--trace FILE`` and ``--trace-ranks``: the path of a trace, and the ranks that it shows.
-
+# The path of a trace (``--trace FILE``), and the ranks that it shows (``--trace-ranks``).
 TraceOption = Annotated[
     Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file (.json, or .json.gz).")
 ]
@@ -32,7 +31,7 @@ _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 def traced_ranks(trace: Path | None, ranks: str | None) -> tuple[int, ...] | None:
-    """The ranks that a trace shows, ascending; None for all. Raises BadParameter for an invalid list."""
+    """Return the ranks that a trace shows, ascending; None for all. Raises BadParameter for an invalid list."""
     if ranks is None:
         return None
     if trace is None:
@@ -66,7 +65,7 @@ _MAX_LISTED = 20
 
 
 def show_records(path: Path, as_json: bool, other_options: bool) -> None:
-    """Show a measurement table (.parquet): what it holds, by device and op."""
+    """Show a measurement table (.parquet): its contents by device and op."""
     from meshwright.records import read_records_at
 
     if other_options:
@@ -79,7 +78,7 @@ def show_records(path: Path, as_json: bool, other_options: bool) -> None:
 
 
 def op_rows(records: Records) -> list[dict[str, Any]]:
-    """One row per device and op, those with the most rows first: number of rows, and range of times in s."""
+    """Return one row per device and op, those with the most rows first: number of rows, and range of times in s."""
     counts = Counter(zip(records.device, records.op, strict=True))
     rows = []
     for (device, op), count in counts.most_common():
@@ -90,7 +89,7 @@ def op_rows(records: Records) -> list[dict[str, Any]]:
 
 
 def op_tables(records: Records) -> list[Any]:
-    """The first rows of `op_rows` as a table, and the number of the others."""
+    """Return the first rows of `op_rows` as a table, and the number of the others."""
     from meshwright.report import make_table
 
     rows = op_rows(records)

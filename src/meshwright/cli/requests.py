@@ -95,7 +95,7 @@ R = TypeVar("R", bound=CommandRequest)
 
 
 def options_of(request: type[CommandRequest]) -> dict[str, OptionField]:
-    """The options of a request by their long names, in the order of the fields."""
+    """Return the options of a request by their long names, in the order of the fields."""
     found = {}
     for name, hint in _hints(request).items():
         info = _info(hint)
@@ -113,7 +113,7 @@ def options_of(request: type[CommandRequest]) -> dict[str, OptionField]:
 
 
 def as_command(request: type[R], run: Callable[[R], None]) -> Callable[..., None]:
-    """A function for typer with the request's fields as parameters, which checks the request and runs it."""
+    """Return a function for typer with the request's fields as parameters, which checks the request and runs it."""
     defaults = {item.name: item.default for item in fields(request)}
 
     def command(call: typer.Context, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""``meshwright run``: execute a plan for real on this host."""
+"""``meshwright run``: execute a plan on this host; the checks of its options, and what it prints."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from meshwright.training import Calibration, Job, Outcome, RunResult
 
 
-# What `meshwright run` checks of its options, and what it prints.
-
-
 def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded: int) -> None:
-    """Raise for a table that the plan cannot use or its run cannot correct; note if another torch made it."""
+    """Check a table of measurements. Raises for one that the plan cannot use or that its run cannot correct.
+
+    Prints a note if another torch made the table.
+    """
     document = job.read_plan()
     if calibrate and isinstance(document, Plan) and document.compiled:
         raise typer.BadParameter(
@@ -105,7 +105,7 @@ def print_dry_run(job: Job, process: int, as_json: bool) -> None:
 
 
 def lines_for_nodes(plan: Path, options: str) -> list[str]:
-    """How to start a plan for several nodes with the same options.
+    """Return the lines that start a plan on several nodes with the same options.
 
     Empty for plans of one node, and for clusters not known here. Raises PlanError for a plan that can only be
     simulated.
@@ -124,7 +124,7 @@ def lines_for_nodes(plan: Path, options: str) -> list[str]:
 
 
 def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
-    """The first step to record, from 0, and the number of steps; by default the last five."""
+    """Return the first step to record, from 0, and the number of steps; by default the last five."""
     if given is None:
         return None, 5
     first, _, last = given.partition("-")
@@ -135,7 +135,7 @@ def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
 
 
 def judge(job: Job, result: RunResult, measurements: Path | None) -> Outcome | None:
-    """The measured steps beside their prediction; None for placements."""
+    """Return the measured steps beside their prediction; None for placements."""
     from meshwright.training import judge_run
 
     document = job.read_plan()

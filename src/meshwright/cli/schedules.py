@@ -66,7 +66,7 @@ def show_schedule(value: Any, document: str, as_json: bool, out: Path | None = N
 
 
 def program_to_show(plan: Plan | Placement, document: str, graph_file: Path | None) -> Program:
-    """The program of a plan; its graph is read or captured, but nothing is executed that only the plan names."""
+    """Return the program of a plan; its graph is read or captured, but nothing is executed that only the plan names."""
     from meshwright.program import build_placed_program, build_program
 
     if isinstance(plan, Placement):
@@ -105,14 +105,14 @@ def check_orders(find_orders: Path | None) -> None:
 
 
 def compared_schedules(plan: Plan, against: Sequence[str] | None) -> Sequence[str]:
-    """The schedules that a plan is compared with: the requested ones; for a user's schedule, gpipe and 1f1b."""
+    """Return the schedules that a plan is compared with: the requested ones; for a user's schedule, gpipe and 1f1b."""
     return against or (BASIC_SCHEDULES if plan.has_own_schedule else ())
 
 
 def compare(
     plan: Plan, graph: Graph, machine: Cluster, cost: CostModel, against: Sequence[str], contention: Contention
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Rows for JSON and renderables for people; nothing if there is nothing to compare with."""
+    """Return rows for JSON and renderables for people; nothing if there is nothing to compare with."""
     from meshwright.planner import compare_schedules, schedule_rows
     from meshwright.report import fit_table, schedules_table
 

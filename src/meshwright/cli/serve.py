@@ -1,7 +1,8 @@
-"""``meshwright serve``: serve models under deadlines.
+"""``meshwright serve``: serve models under deadlines, until stopped.
 
-``serve load`` sends requests to a server and measures its answers. ``serve timeline URL`` records what happens to each
-request of a server for some seconds, for Perfetto.
+``serve models`` lists a server's models, and loads and unloads models. ``serve load`` sends requests to a server and
+measures its answers. ``serve timeline URL`` records what happens to each request of a server for some seconds, for
+Perfetto. ``serve replay`` repeats the decisions of a log.
 """
 
 from __future__ import annotations
@@ -46,9 +47,6 @@ from meshwright.spec.units import Seconds
 if TYPE_CHECKING:
     from meshwright.serving.load import LoadResult, RequestStream
     from meshwright.serving.server.supervisor import Supervisor
-
-
-# ``meshwright serve DEPLOYMENT``: a server of models under deadlines, until it is stopped.
 
 
 def run(
@@ -182,8 +180,6 @@ def replay(
     events, decisions = replay_log(log)
     print(f"{events} events, {decisions} decisions: all equal.")
 
-
-# ``meshwright serve models``: list a server's models; load and unload models while it serves.
 
 # Large models take their time to load.
 _LIMIT_S = 3600.0

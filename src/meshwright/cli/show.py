@@ -2,6 +2,8 @@
 
 show PLAN --as SYSTEM    a plan as settings of another system
 show zoo                 the list of shipped models
+show DOCUMENT --cluster  costs of a model's layers on a cluster's devices (`show_costs`)
+show GRAPH --memory      memory of a model under recompute, sharding and offload (`show_memory`)
 """
 
 from __future__ import annotations
@@ -50,11 +52,6 @@ if TYPE_CHECKING:
     from meshwright.report.settings import Settings
 
 
-# Costs in ``meshwright show``: the layers of a model on a cluster's devices, or the collectives of a cluster.
-#
-# With ``--memory``: the memory of a model under recompute, sharding and offload.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRequest:
     """The options about costs; all empty if none was given."""
@@ -68,7 +65,7 @@ class CostRequest:
 
     @property
     def is_asked(self) -> bool:
-        """Whether costs are to be shown."""
+        """Return whether costs are to be shown."""
         return self.collectives or self.cluster is not None
 
 
@@ -377,7 +374,7 @@ def read_any(reference: str) -> Any:
 
 
 def page_of(value: Any, name: str, batch_size: int) -> dict[str, Any]:
-    """The page of a document; that of a plan shows its cluster, if that can be found."""
+    """Return the page of a document; that of a plan shows its cluster, if that can be found."""
     from meshwright.report.page import shown_document
 
     cluster = None
@@ -390,7 +387,7 @@ def page_of(value: Any, name: str, batch_size: int) -> dict[str, Any]:
 
 
 def tables_of(value: Any, batch_size: int) -> list[Any]:
-    """The renderables for a document."""
+    """Return the renderables for a document."""
     from meshwright import report
 
     views: dict[type, Callable[[], list[Any]]] = {
@@ -492,7 +489,7 @@ def show_zoo(as_json: bool, other_options: bool) -> None:
 
 
 def zoo_row(graph: Graph) -> dict[str, Any]:
-    """The sizes of a shipped graph, for a training pass over one sample; ``inputs`` are the sizes of a sample."""
+    """Return the sizes of a shipped graph for a training pass over one sample; ``inputs``: sizes of a sample."""
     trainable = graph.num_parameters(trainable_only=True)
     inputs = [graph.tensors[i] for i in graph.inputs]
     return {

@@ -1,4 +1,7 @@
-"""``meshwright validate``: the errors of predictions on public measurements, and on the user's own steps."""
+"""``meshwright validate``: the errors of predictions on public measurements, and on the user's own steps.
+
+With ``--published``, published training runs beside the predictions of ``plan`` (`show_published`).
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,6 @@ if TYPE_CHECKING:
     from meshwright.validation.sets import DataSet
 
 
-# ``meshwright validate --published``: published training runs beside the predictions of ``plan``.
-
-
 def read_request(words: Sequence[str]) -> PlanRequest:
     """Parse and check the arguments of ``meshwright plan``, as the command line does."""
     from meshwright.cli.main import load_verb
@@ -39,7 +39,7 @@ def read_request(words: Sequence[str]) -> PlanRequest:
 
 
 def plan_words(words: Sequence[str]) -> Predicted:
-    """The best plan of a command line. Raises what ``plan`` raises."""
+    """Return the best plan of a command line. Raises what ``plan`` raises."""
     from meshwright.validation.published import Predicted
 
     plans = find_plans(read_request(words), None).plans

@@ -23,7 +23,10 @@ OpenOption = Annotated[
 
 
 def page_path(html: Path | None, open_browser: bool, name: str) -> Path | None:
-    """The path of the page; None if none was asked for. Raises DocumentError for a name that does not end in .html."""
+    """Return the path of the page; None if none was asked for.
+
+    Raises DocumentError for a name that does not end in .html.
+    """
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise DocumentError(f"--html {html}: a page is a file that ends in .html. Give such a name.")
     if html is None and open_browser:
@@ -42,7 +45,7 @@ def put_page(document: dict[str, Any], path: Path, open_browser: bool) -> str:
 
 
 def provenance() -> dict[str, str]:
-    """What every page states of its origin: the command, the time, and the versions."""
+    """Return what every page states of its origin: the command, the time, and the versions."""
     from meshwright.report.page import versions
 
     typed = shlex.join(["meshwright", *sys.argv[1:]]) if Path(sys.argv[0]).stem in ("meshwright", "__main__") else ""

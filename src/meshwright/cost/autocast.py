@@ -1,4 +1,4 @@
-"""A graph under torch's autocast: the type of each value, and the copies that backwards keep.
+"""Types of a graph's tensors: the bytes of an element (`Widths`), and the graph under torch's autocast (`as_computed`).
 
 Autocast casts inputs of products to the lower type and those of ops with long sums to float32; all others compute in
 the types of their inputs. A product keeps the cast copy of its input for its backward; a parameter is cast once per
@@ -6,8 +6,8 @@ forward. The lists of ops are torch's for CUDA devices (torch 2.13, aten/src/ATe
 product (`capture.surroundings`); on CPUs a few of the ops with long sums, such as normalisation, stay in the lower
 type.
 
-Ids of ops and of tensors stay; copies are additional tensors after them. Shapes and the content hash stay, too: it is
-the same graph.
+Under autocast, ids of ops and of tensors stay; copies are additional tensors after them. Shapes and the content hash
+stay, too: it is the same graph.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from meshwright.cost.traits import family_of, operator_name
 from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES, Graph, Op, Tensor
 from meshwright.spec.precision import Numbers
 
-# Bytes of an element of a tensor in a model's precision.
-#
-# Under autocast the types of the graph hold. Otherwise parameters were converted to the type of the values, and with
-# them everything computed from them. Tensors that a forward makes from integers stay float32, torch's default:
-# positions times frequencies, their sines and cosines, and by type promotion products with them, until something casts
-# the result back (`type_as`) or a layer with parameters follows.
-
 _SINGLE_PRECISION = "float32"
 # Families whose outputs have the widest type of their inputs.
 _PROMOTING = frozenset({"pointwise", "reduction", "copy", "view"})
 
 
+# Under autocast the types of the graph hold. Otherwise parameters were converted to the type of the values, and with
+# them everything computed from them. Tensors that a forward makes from integers stay float32, torch's default:
+# positions times frequencies, their sines and cosines, and by type promotion products with them. They stay so until an
+# op casts the result back (`type_as`) or a layer with parameters follows.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Widths:
     """Element sizes of tensors.

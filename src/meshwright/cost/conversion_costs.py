@@ -57,7 +57,7 @@ class Move:
 
     @property
     def launch(self) -> Launch:
-        """The kernel by its traffic."""
+        """The kernel, described by the bytes that it reads and writes."""
         if self.adds:
             return sum_of(self.elements, self.written)
         return copied(self.elements, self.read, self.written)
@@ -112,9 +112,12 @@ def with_conversions(
     added: tuple[int, ...],
     table: OpTable | None,
 ) -> OpCost:
-    """Return the cost of an op with its conversions, by a GPU model if there is one.
+    """Return the cost of an op plus that of the dtype conversions around it.
 
-    ``added`` are the places of inputs whose gradient is added to another. ``table`` has measurements.
+    A conversion takes its measured time from ``table``; otherwise it is estimated by ``gpu``, or without one by the
+    memory bandwidth.
+
+    ``added``: indices of inputs whose gradient is added to an existing one.
     """
     places = added if gpu is not None else ()
     forward, backward, widened = moves_beside(

@@ -74,13 +74,6 @@ if TYPE_CHECKING:
     from meshwright.spec.precision import Numbers, Precision
 
 
-# Costs of all ops of a graph on a device kind, from all available sources, for several batch sizes at once.
-#
-# Each class of equal ops is estimated once: by measurement or roofline (`table`); on GPUs rooflines are replaced by the
-# predictor of products (`kernels`) and by the kernels that torch launches (`gpu`); casts and sums of gradients are
-# added
-# (`conversion_costs`), and collectives inside ops (`teams`). Products of all sizes are predicted together.
-
 # Ops of these families have additional kernels, which inductor fuses.
 _WITH_OTHERS = ("product", "convolution")
 
@@ -99,10 +92,16 @@ class OpSources(NamedTuple):
     host_factor: float = 1.0
 
 
+# Each class of equal ops is estimated once, by measurement or roofline (`table`). On GPUs rooflines are replaced by the
+# predictor of products (`kernels`) and by the kernels that torch launches (`gpu`). Casts and sums of gradients are
+# added (`conversion_costs`), and collectives inside ops (`teams`). Products of all sizes are predicted together.
 def estimate_sizes(
     graph: Graph, batch_sizes: Sequence[int], classes: OpClasses, kind: DeviceKind, numbers: Numbers, sources: OpSources
 ) -> list[OpCosts]:
-    """Return the costs of all ops for each batch size. Raises GraphError for a size that the graph does not support."""
+    """Return the costs of all ops of a graph on a device kind for each batch size, from all available sources.
+
+    Raises GraphError for a size that the graph does not support.
+    """
     slowdown, usual = kind.slowdown, kind.at_usual_speed()
     ops = [graph.ops[index] for index in classes.representatives]
     asked = []
@@ -408,7 +407,7 @@ class CostModel:
         loop: OptimizerLoop | None = None,
         num_shards: int = 1,
     ) -> Cost:
-        """Return the cost of the step with interval and basis.
+        """Return the cost of one optimizer step over trainable parameters, or one of their equal shards.
 
         ``loop``: over the parameters, by default our runtime's.
         """
@@ -425,7 +424,10 @@ class CostModel:
         return self.estimate_bucket(graph, parameter_ids, device_kind).at(self.end)
 
     def estimate_bucket(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> Cost:
-        """Return the cost of the copy with interval and basis."""
+        """Return the cost to copy gradients into the buffers of a gradient reduction, with interval and basis.
+
+        ``parameter_ids``: the parameters; only trainable ones have gradients.
+        """
         key = ("bucket", self._known(graph), tuple(parameter_ids), device_kind.name)
         return self._keep(key, lambda: self._fill(graph, parameter_ids, device_kind))
 
@@ -434,7 +436,7 @@ class CostModel:
         return self.estimate_host_transfer(rank, num_bytes).at(self.end)
 
     def estimate_host_transfer(self, rank: int, num_bytes: float) -> Cost:
-        """Return the cost of the copy with its interval and basis.
+        """Return the cost to copy bytes between a rank's device and its host in one direction, with interval and basis.
 
         Raises MeasurementError for bytes that are negative or not a number, ClusterError for an unknown rank.
         """

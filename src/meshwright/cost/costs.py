@@ -1,4 +1,4 @@
-"""Costs of ops: seconds with 80 % intervals and their basis, for one op and for all ops of a graph.
+"""Seconds with 80 % intervals and basis: of an op (`OpCost`), a graph's ops (`OpCosts`), many queries (`Predictions`).
 
 Intervals add up as follows. Instances of one op in a model have the same error factor, different ops have independent
 ones, and costs from a datasheet or from other devices have one common error for all ops. So with deviations d = high -
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph
 
 
-# Predictions: seconds with an 80 % interval and their basis, for many queries at once.
-#
-#     t_low ≤ t ≤ t_high for four out of five held-out rows of the predictor's fit
-#
-# The interval comes from residuals of held-out rows: with r = ln(measured / predicted) and q its quantiles,
-# [t·exp(q₁₀), t·exp(q₉₀)]. Source: split conformal prediction (Lei et al., JASA 2018), on the logarithm of the ratio.
-
 # From the most to the least certain: the row itself; its neighbours in a measured series; a regressor fitted on rows of
 # this device; rows of other devices, or scaled from another size; only the datasheet.
 Basis = Literal["measured", "interpolated", "regressed", "transferred", "roofline"]
@@ -48,6 +41,9 @@ INTERVAL_SHARE = 0.8
 Floats = NDArray[np.float64]
 
 
+# t_low ≤ t ≤ t_high for four out of five held-out rows of the predictor's fit. The interval comes from residuals of
+# held-out rows: with r = ln(measured / predicted) and q its quantiles, [t·exp(q₁₀), t·exp(q₉₀)]. Source: split
+# conformal prediction (Lei et al., JASA 2018), on the logarithm of the ratio.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predictions:
     """Seconds of n queries with their 80 % intervals, each of shape (n,), and their basis."""
@@ -238,7 +234,7 @@ class OpCosts:
 
 
 def op_cost_around(seconds: RooflineSeconds, interval: Interval, basis: Basis) -> OpCost:
-    """Return a cost whose interval has the same factors for every pass."""
+    """Return the cost of an op whose interval has the same factors for every pass."""
     low, high = interval.low, interval.high
     return OpCost(
         seconds=seconds, low=seconds.scaled(low, low, low), high=seconds.scaled(high, high, high), basis=basis
@@ -246,7 +242,7 @@ def op_cost_around(seconds: RooflineSeconds, interval: Interval, basis: Basis) -
 
 
 def cost_of_seconds(seconds: float, interval: Interval, basis: Basis) -> Cost:
-    """Return a cost with its interval."""
+    """Return seconds as a cost, with the interval as factors on them."""
     return Cost(seconds=seconds, low_s=seconds * interval.low, high_s=seconds * interval.high, basis=basis)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of the host and its drives for an optimizer that is not on the device.
+"""Seconds of a host and its drives: copies (`estimate_host_copy`), and optimizers on the host (`HostCosts`).
 
     host step         elements · bytes per element / (bandwidth of the host's memory / devices of the node in use)
     reads, writes     bytes / (rate of the node's drives / devices of the node in use)
@@ -25,17 +25,14 @@ if TYPE_CHECKING:
     from meshwright.spec.offload import Place
 
 
-# Seconds of copies between a device and its host: offloaded states and activations, and arriving batches.
-#
-#     seconds = latency + bytes / bandwidth of the node's PCIe link, per direction
-#
-# Such copies are not measured yet: on a CPU there is no other memory to copy to. The interval is that of a datasheet's
-# link. No copy is faster; page-locked memory reaches 5.8 to 6.0 of the 8 GB/s of PCIe x16 of generation 2, pageable
-# memory 2.3 (Harris, How to Optimize Data Transfers in CUDA C/C++, NVIDIA 2012), which is 3.5 times as long.
-
 HOST_COPY = Interval(low=1.0, high=3.5)
 
 
+# Copies of offloaded states and activations, and of arriving batches: seconds = latency + bytes / bandwidth of the
+# node's PCIe link, per direction. They are not measured yet: on a CPU there is no other memory to copy to. The interval
+# is that of a datasheet's link. No copy is faster than the link; page-locked memory reaches 5.8 to 6.0 of the 8 GB/s of
+# PCIe x16 of generation 2, pageable memory 2.3 (Harris, How to Optimize Data Transfers in CUDA C/C++, NVIDIA 2012),
+# which is 3.5 times as long.
 def estimate_host_copy(pcie: Link, num_bytes: float) -> Cost:
     """Return the cost of one copy in one direction; 0 for 0 bytes. Raises MeasurementError for a negative size."""
     if not num_bytes >= 0:

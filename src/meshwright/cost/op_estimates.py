@@ -1,4 +1,4 @@
-"""The estimate of an op from a measurement table: its own time, one between measured batch sizes, or a learned one.
+"""The estimate of an op: by a measurement table, by a trace of the user's own runs, between measured sizes, or learned.
 
     measured      the key is in the table, or all of its passes are in a trace of the user's own runs
     interpolated  the same op was measured at batch sizes below and above: linear between the nearest two
@@ -47,17 +47,18 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Graph, Measurements, Op, OpMeasurement
 
 
-# Seconds as a function of size, through measured points: for messages (bytes) and optimizer steps (elements).
+# For messages (bytes) and optimizer steps (elements), through measured points:
 #
 #     t(x) = linear between neighbouring points; t(smallest) below; the last segment's slope above
 #
 # Points are first made monotonic in size (running maximum), so that noise cannot make a larger size cheaper. On data of
 # the form α + β·x the curve is exactly α + β·x from the smallest point on.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """Measured points: ``sizes`` ascending, ``seconds`` non-decreasing, both of shape (points,)."""
+    """Seconds as a function of size through measured points.
+
+    ``sizes`` ascending, ``seconds`` non-decreasing, both of shape (points,).
+    """
 
     sizes: NDArray[np.float64]
     seconds: NDArray[np.float64]
@@ -83,16 +84,6 @@ def fit_curve(points: Iterable[tuple[float, float]]) -> Curve:
     return Curve(sizes=np.array(sizes), seconds=np.maximum.accumulate(means))
 
 
-# Seconds of ops from a trace of the user's own runs: rows of the profiler, without gradients and layers.
-#
-#     forward    the row of the operator with these inputs; for a product the row ``matmul`` of its m, n, k
-#     backward   products: a row for each needed gradient, (m, k, n) of the left and (k, n, m) of the right factor
-#                others: the row of the operator that torch names as its backward, on a gradient of its output's shape
-#
-# An op whose passes all have a row is `measured`. If only the forward has one, the backward is the roofline's times
-# measured / roofline of the forward: `transferred`. Gradient accumulation has no operator of its own in a trace: it is
-# the roofline times the same ratio. Source of the names: torch 2.13, tools/autograd/derivatives.yaml.
-
 # Operators whose backward in a trace consists of several operators.
 _PARTS = {"cross_entropy_loss": ("nll_loss_backward", "_log_softmax_backward_data")}
 # Torch's names for the backward of an operator: layer_norm → native_layer_norm_backward, softmax →
@@ -108,6 +99,15 @@ _REST = {"scaled_dot_product_attention": "_[a-z0-9_]*attention[a-z0-9_]*"}
 Shapes = tuple[str, ...]
 
 
+# Rows of the profiler, without gradients and layers:
+#
+#     forward    the row of the operator with these inputs; for a product the row ``matmul`` of its m, n, k
+#     backward   products: a row for each needed gradient, (m, k, n) of the left and (k, n, m) of the right factor
+#                others: the row of the operator that torch names as its backward, on a gradient of its output's shape
+#
+# An op whose passes all have a row is `measured`. If only the forward has one, the backward is the roofline's times
+# measured / roofline of the forward: `transferred`. Gradient accumulation has no operator of its own in a trace: it is
+# the roofline times the same ratio. Source of the names: torch 2.13, tools/autograd/derivatives.yaml.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedOps:
     """Rows of traces of one device: ``seconds`` by operator and inputs, ``products`` by dtype and (m, n, k).

@@ -1,4 +1,4 @@
-"""A `Cluster` of one node made from this machine, with a remark on the origin of each figure.
+"""A `Cluster` of one node made from this machine, with a remark on the origin of each figure; and its text as TOML.
 
 found       read from this machine: devices, memory, cores, NVLinks, PCIe, network cards
 measured    timed on this machine (`Rates`)
@@ -222,11 +222,11 @@ def _as_fields(link: Link) -> dict[str, float]:
 _SOURCE = "Written by `meshwright measure --cluster`; the comments say where each figure comes from."
 
 
-# A cluster as TOML with a comment beside each figure. The text is read back and compared before it is saved.
-
-
 def cluster_toml(described: Described, heading: str) -> str:
-    """The text of a cluster file; ``heading`` is a comment on top. Raises ClusterError if it does not read back."""
+    """Return the text of a cluster file, with a comment beside each figure; ``heading`` is a comment on top.
+
+    Raises ClusterError if the text does not read back as the same cluster.
+    """
     cluster, remarks = described.cluster, described.remarks
     lines = [
         *(f"# {line}" for line in heading.splitlines()),

@@ -32,9 +32,9 @@ class Finding:
         return f"{HELP_PAGE}#{self.topic}" if self.topic else ""
 
     def amended(self, status: Status, remedy: str, topic: str = "") -> Finding:
-        """The same finding with a worse status and a remedy."""
+        """Return the same finding with a worse status and a remedy."""
         return replace(self, status=status, remedy=remedy, topic=topic)
 
     def as_row(self) -> dict[str, Any]:
-        """The finding as plain data."""
+        """Return the finding as plain data."""
         return asdict(self)

@@ -1,7 +1,7 @@
-"""The GPUs that the driver shows, and their links.
+"""The GPUs that the driver shows, their links and states, and the shipped descriptions of known GPUs.
 
-Both come from ``nvidia-smi``: a table of ``--query-gpu`` (CSV) and the matrix of ``topo -m``, whose cell for two
-devices is ``NV#`` (# NVLinks), ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` (PCIe, increasingly distant) or ``X``
+GPUs and links come from ``nvidia-smi``: a table of ``--query-gpu`` (CSV) and the matrix of ``topo -m``, whose cell for
+two devices is ``NV#`` (# NVLinks), ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` (PCIe, increasingly distant) or ``X``
 (itself); the legend that it prints explains the words.
 """
 
@@ -20,14 +20,14 @@ from meshwright.spec import Cluster, DeviceKind, DocumentError, Node, format_byt
 from meshwright.spec.codec import decode
 from meshwright.spec.parsing import read_data
 
-# Known GPUs by name: the shipped device kind, with the figures in which a variant differs.
-#
-# The names are those of the driver (``NVIDIA H100 80GB HBM3``); the table with its sources is ``known_gpus.toml``.
 
-
+# Names are those of the driver (``NVIDIA H100 80GB HBM3``).
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownGpu:
-    """A row of the table. Empty and None mean: as in the shipped ``kind``."""
+    """A row of ``known_gpus.toml``: a GPU by name, its shipped device kind, and figures in which it differs.
+
+    Empty and None mean: as in the shipped ``kind``. The table names its sources.
+    """
 
     pattern: str
     kind: str
@@ -38,7 +38,7 @@ class KnownGpu:
     peak_flops_per_s: dict[str, float] = field(default_factory=dict)
 
     def describe(self, memory_bytes: int) -> DeviceKind:
-        """The device kind with the memory that was found."""
+        """Return the device kind with the memory that was found."""
         shipped = self.shipped().device_kinds[0]
         figures = self.memory_bandwidth_bytes_per_s, self.peak_flops_per_s
         return replace(
@@ -51,22 +51,22 @@ class KnownGpu:
         )
 
     def shipped(self) -> Cluster:
-        """The shipped description of the kind, with its node."""
+        """Return the shipped description of the kind, with its node."""
         return load_cluster(self.kind)
 
     def shipped_node(self) -> Node:
-        """The node of the shipped description."""
+        """Return the node of the shipped description."""
         return self.shipped().nodes[0]
 
 
 def know_gpu(name: str) -> KnownGpu | None:
-    """The row for a driver's name; None for an unknown GPU."""
+    """Return the row for a driver's name; None for an unknown GPU."""
     plain = re.sub(r"^(NVIDIA|Tesla)\s+", "", name.strip())
     return next((row for row in known_gpus() if re.fullmatch(row.pattern, plain, re.IGNORECASE)), None)
 
 
 def name_gpu(name: str) -> str:
-    """The device kind of a GPU, known or not, for clusters and measurement tables, from the driver's name."""
+    """Return the device kind of a GPU, known or not, for clusters and measurement tables, from the driver's name."""
     known = know_gpu(name)
     if known is None:
         return name.removeprefix("NVIDIA ").replace(" ", "-")
@@ -75,7 +75,7 @@ def name_gpu(name: str) -> str:
 
 @cache
 def known_gpus() -> tuple[KnownGpu, ...]:
-    """The whole table."""
+    """Return the whole table."""
     with resources.as_file(resources.files("meshwright.host") / "known_gpus.toml") as path:
         data = read_data(path)
     if not isinstance(data, dict) or set(data) != {"gpus"}:
@@ -112,7 +112,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTopology:
-    """The links of devices: ``joints`` maps two names (in the order of the matrix) to ``NV4``, ``PIX``, ..."""
+    """The links of devices: ``joints`` maps two names (in the order of the matrix) to ``NV4``, ``PIX`` and so on."""
 
     names: tuple[str, ...] = ()
     joints: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class DeviceTopology:
         return {pair: joint for pair, joint in self.joints.items() if all(name.startswith("GPU") for name in pair)}
 
     def fewest_nvlinks(self, names: tuple[str, ...] | None = None) -> int:
-        """The smallest number of NVLinks of any pair of GPUs (0: some pair has none, or no pair exists)."""
+        """Return the fewest NVLinks of any pair of GPUs; 0 if some pair has none, or if no pair exists."""
         chosen = [
             joint for pair, joint in self.gpu_joints.items() if names is None or all(name in names for name in pair)
         ]
@@ -131,12 +131,12 @@ class DeviceTopology:
 
 
 def find_gpus(host: Host) -> tuple[Gpu, ...]:
-    """The GPUs that the driver shows; empty without a driver."""
+    """Return the GPUs that the driver shows; empty without a driver."""
     return parse_gpus(host.run(_QUERY, _QUERY_TIMEOUT_S).output)
 
 
 def find_topology(host: Host) -> DeviceTopology:
-    """The links of the GPUs; empty without a driver."""
+    """Return the links of the GPUs; empty without a driver."""
     return parse_topology(host.run(_TOPOLOGY, _QUERY_TIMEOUT_S).output)
 
 
@@ -163,7 +163,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def pcie_bytes_per_s(generation: int, width: int) -> float | None:
-    """Bytes per second and direction of a PCIe link; None for a link that does not exist."""
+    """Return bytes per second and direction of a PCIe link; None for a link that does not exist."""
     if not (1 <= generation <= 7 and 1 <= width <= 32):
         return None
     return _PCIE_3_LANE_BYTES_PER_S * 2.0 ** (generation - 3) * width
@@ -200,7 +200,7 @@ class GpuState:
 
     @property
     def clocks(self) -> str:
-        """``SM clock 1755 of 1980 MHz``."""
+        """Return the clocks as text: ``SM clock 1755 of 1980 MHz``."""
         return f"SM clock {self.clock_mhz} of {self.max_clock_mhz} MHz"
 
     def warnings(self) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ class GpuState:
 
 
 def find_gpu_state(host: Host, uuid: str) -> GpuState | None:
-    """The driver's state of the GPU with a uuid; None if it does not report one."""
+    """Return the driver's state of the GPU with a uuid; None if it does not report one."""
     for line in host.run(_STATE, _QUERY_TIMEOUT_S).output.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         figures = [int(cell) for cell in cells[1:] if cell.isdigit()]
@@ -226,7 +226,7 @@ def find_gpu_state(host: Host, uuid: str) -> GpuState | None:
 
 
 def check_gpus(host: Host) -> Iterator[Finding]:
-    """GPUs by nvidia-smi, their driver, and the links between them."""
+    """Report the GPUs by nvidia-smi, their driver, and the links between them."""
     answer = host.run(_QUERY, _QUERY_TIMEOUT_S)
     gpus = parse_gpus(answer.output)
     if not gpus:
@@ -246,7 +246,7 @@ def check_gpus(host: Host) -> Iterator[Finding]:
 
 
 def describe_topology(topology: DeviceTopology) -> str:
-    """``28 pairs NV18`` or the number of pairs of each kind."""
+    """Return ``28 pairs NV18``, or the number of pairs of each kind."""
     joints = list(topology.gpu_joints.values())
     counts = {joint: joints.count(joint) for joint in sorted(set(joints))}
     return ", ".join(f"{format_count(count, 'pair')} {joint}" for joint, count in counts.items()) or "not known"

@@ -1,4 +1,4 @@
-"""Sources of facts about a machine: a file tree, an environment, programs, free space and a name.
+"""Sources of facts about a machine (`Host`): files, environment, programs, free space, name; and measured `Rates`.
 
 `Host()` is this machine. A folder that imitates ``/proc`` and ``/sys``, and a function that answers for programs,
 represent any other one. Facts that cannot be read are None or empty, never an error: on macOS, on Windows and in
@@ -20,11 +20,8 @@ from typing import TypeVar
 
 from meshwright.spec import Link
 
-# Measured rates for the description of this machine: rates of a device, and the link between two processes.
-#
-# The timing needs torch and is in `meshwright.measurement`; its results are passed to the functions of `describe`.
 
-
+# The timing needs torch and is in `meshwright.measurement`; its results are passed to `describe_host`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """Measured figures of one device: dtype → FLOP/s of matrix products, bytes/s read and written by a copy.
@@ -69,7 +66,7 @@ def run_program(command: Sequence[str], timeout_s: float) -> Ran:
 
 
 def measure_space(path: Path) -> tuple[int, int]:
-    """Total and free bytes of the file system that holds ``path``."""
+    """Return total and free bytes of the file system that holds ``path``."""
     usage = shutil.disk_usage(path)
     return usage.total, usage.free
 
@@ -85,7 +82,7 @@ class Host:
     name: str = field(default_factory=socket.gethostname)
 
     def read(self, path: str) -> str | None:
-        """The text of a file without the white space around it; None if it cannot be read."""
+        """Return the text of a file without the white space around it; None if it cannot be read."""
         try:
             with (self.root / path.lstrip("/")).open("rb") as file:
                 return file.read(_MAX_READ_BYTES).decode("utf-8", "replace").strip()
@@ -93,21 +90,21 @@ class Host:
             return None
 
     def read_number(self, path: str) -> int | None:
-        """The whole number that a file holds; None for anything else."""
+        """Return the whole number that a file holds; None for anything else."""
         try:
             return int(self.read(path) or "")
         except ValueError:
             return None
 
     def names(self, folder: str) -> tuple[str, ...]:
-        """The names in a folder, sorted; empty if the folder does not exist."""
+        """Return the names in a folder, sorted; empty if the folder does not exist."""
         try:
             return tuple(sorted(item.name for item in (self.root / folder.lstrip("/")).iterdir()))
         except (OSError, ValueError):
             return ()
 
     def exists(self, path: str) -> bool:
-        """Whether a path exists; False for a path without permission."""
+        """Return whether a path exists; False for a path without permission."""
         try:
             return (self.root / path.lstrip("/")).exists()
         except (OSError, ValueError):
@@ -115,7 +112,7 @@ class Host:
 
 
 def answer_within(seconds: float, function: Callable[[], T]) -> T | None:
-    """The result of a function, or None after ``seconds``; its own error is raised here.
+    """Return the result of a function, or None after ``seconds``; its own error is raised here.
 
     For system calls without a time limit, such as resolving a name. The thread that is left behind does not keep the
     process alive.

@@ -1,7 +1,7 @@
-"""The checks of `meshwright doctor`, in the order in which their findings are shown.
+"""The checks of `meshwright doctor` (`examine`), and those of process limits, environment and installed versions.
 
-A check is a function of a `Host` (and of the facts from torch) that yields findings. It may fail on an unusual machine;
-then a finding reports that, and the other checks continue.
+Findings are shown in the order of `AREAS`. A check is a function of a `Host` (and of the facts from torch) that yields
+findings. It may fail on an unusual machine; then a finding reports that, and the other checks continue.
 """
 
 from __future__ import annotations
@@ -36,10 +36,6 @@ from meshwright.host.reach import (
 from meshwright.host.torch_probe import TorchFacts, ask_torch, check_pair, check_torch
 from meshwright.spec import format_bytes
 
-# Limits of files, processes and locked memory of a process here, and settings in the environment that matter.
-#
-# Limits are those of ``/proc/self/limits`` (proc(5)), else of getrlimit(2).
-
 try:
     import resource
 except ImportError:  # Windows does not have these limits
@@ -60,8 +56,9 @@ _LIMITS = {
 }
 
 
+# Limits are those of ``/proc/self/limits`` (proc(5)), else of getrlimit(2).
 def find_limit(host: Host, name: str) -> int | None:
-    """The soft limit of ``open files``, ``processes`` or ``locked memory``; UNLIMITED, or None if not known."""
+    """Return the soft limit of ``open files``, ``processes`` or ``locked memory``; UNLIMITED, or None if not known."""
     label, constant = _LIMITS[name]
     for line in (host.read("/proc/self/limits") or "").splitlines():
         if line.startswith(label):
@@ -74,7 +71,7 @@ def find_limit(host: Host, name: str) -> int | None:
 
 
 def check_limits(host: Host) -> Iterator[Finding]:
-    """Open files, processes, locked memory."""
+    """Check the limits of open files, processes and locked memory of a process here."""
     yield _judge_count(host, "open files", _FEW_FILES, _SOME_FILES, "ulimit -n 65536")
     yield _judge_count(host, "processes", _FEW_PROCESSES, _SOME_PROCESSES, "ulimit -u 4096")
     locked = find_limit(host, "locked memory")
@@ -130,7 +127,7 @@ _SETTINGS: tuple[tuple[str, str, str], ...] = (
 
 
 def check_environment(host: Host) -> Iterator[Finding]:
-    """Settings in the environment that change speed, memory or what is visible."""
+    """Report settings in the environment that change speed, memory or what is visible."""
     causes = [
         (f"{name}={value}", cause, topic)
         for name, value in sorted(host.environment.items())
@@ -193,11 +190,6 @@ def _can_fill(folder: Path) -> bool:
         return False
 
 
-# Check that installed programs have versions that Meshwright supports.
-#
-# Ranges are read from the metadata of the installed package, never written a second time. A core requirement outside of
-# its range is a problem, an extra's is a note: without an extra only its commands are missing.
-
 PACKAGE = "meshwright"
 # Extras whose absence users notice, and what works without each.
 _WATCHED_EXTRAS = {
@@ -206,8 +198,10 @@ _WATCHED_EXTRAS = {
 }
 
 
+# Ranges are read from the metadata of the installed package, never written a second time. A core requirement outside of
+# its range is a problem, an extra's is a note: without an extra only its commands are missing.
 def check_versions(_host: Host) -> Iterator[Finding]:
-    """Python, Meshwright, its core requirements and the extras that users notice, as in this process."""
+    """Check versions of Python, Meshwright, its core requirements and the extras that users notice."""
     metadata = _metadata()
     python_range = metadata["Requires-Python"] if metadata is not None and "Requires-Python" in metadata else ""
     # A build between two releases ends with a plus sign, which is not part of any version.
@@ -264,7 +258,7 @@ def _asking_extra(requirement: Requirement) -> str | None:
 
 
 def lies_in_range(version: str, span: SpecifierSet) -> bool:
-    """Whether a version is in a range; local parts (``+cpu``) and suffixes such as ``rc1`` or ``a0`` do not count.
+    """Return whether a version is in a range; local parts (``+cpu``) and suffixes (``rc1``, ``a0``) do not count.
 
     Builds of torch for one vendor's images are called ``2.13.0a0+5f8c9d2`` and are not earlier than 2.13.
     """

@@ -1,4 +1,4 @@
-"""How much memory, shared memory and disk space this process may use.
+"""How much memory, shared memory and disk space this process may use: `find_memory`, `check_memory`, `find_drive`.
 
 available = min(MemAvailable, limit − (usage − inactive_file) of the process's cgroup and those above it): a cgroup's
 usage counts cached files, which the kernel drops when memory is asked for. Sources: proc(5) for /proc/meminfo;
@@ -19,17 +19,14 @@ from meshwright.host.findings import Finding
 from meshwright.host.host import Host
 from meshwright.spec import format_bytes
 
-# Where the limits of this process's cgroup are.
-#
-# ``/proc/self/cgroup`` has a line ``id:controllers:path`` per hierarchy: no controllers for version 2, their names for
-# version 1. A limit of a folder applies to everything below it, so the folders from the process's own up to the top
-# count. Inside a container the path may be that of the host, where only the top exists. Source: cgroups(7).
-
 _TOP = "/sys/fs/cgroup"
 
 
+# ``/proc/self/cgroup`` has a line ``id:controllers:path`` per hierarchy: no controllers for version 2, their names for
+# version 1. A limit of a folder applies to everything below it, so the folders from the process's own up to the top
+# count. Inside a container the path may be that of the host, where only the top exists. Source: cgroups(7).
 def cgroup_folders(host: Host, controller: str) -> list[str]:
-    """Folders whose limits bind this process, own first; ``controller`` is "" for version 2."""
+    """Return the folders whose limits bind this process, own first; ``controller`` is "" for version 2."""
     folders: list[str] = []
     for line in (host.read("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
@@ -44,30 +41,27 @@ def cgroup_folders(host: Host, controller: str) -> list[str]:
     return list(dict.fromkeys(folders))
 
 
-# The file system of a folder: a drive, or memory that is mounted as one.
-#
-# /proc/self/mountinfo has a line per mount: number, parent, device, root, mount point, options, optional fields, "-",
-# type, source, options (proc(5)); blanks in paths are written as octal numbers. Later mounts hide earlier ones.
-
 # File systems whose files are in memory (kernel.org: tmpfs.rst, ramfs-rootfs-initramfs.rst, hugetlbpage.rst).
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """A mounted file system: its type, empty if unknown, and its free bytes."""
+    """A mounted file system, on a drive or in memory: its type, empty if unknown, and its free bytes."""
 
     kind: str
     free_bytes: int
 
     @property
     def is_memory(self) -> bool:
-        """Whether files there take host memory."""
+        """Return whether files there take host memory."""
         return self.kind in _IN_MEMORY
 
 
+# /proc/self/mountinfo has a line per mount: number, parent, device, root, mount point, options, optional fields, "-",
+# type, source, options (proc(5)); blanks in paths are written as octal numbers. Later mounts hide earlier ones.
 def find_drive(host: Host, folder: Path) -> Drive:
-    """The file system of a folder of this machine. Raises OSError if it cannot be read."""
+    """Return the file system of a folder of this machine. Raises OSError if it cannot be read."""
     _, free = host.space(folder)
     return Drive(kind=_mount_type(host, folder.resolve()), free_bytes=free)
 
@@ -107,7 +101,7 @@ class Memory:
 
 
 def find_memory(host: Host) -> Memory:
-    """Memory of the host, and the part of it that the cgroup allows."""
+    """Return the memory of the host, and the part of it that the cgroup allows."""
     fields = _meminfo(host)
     total = fields.get("MemTotal") or _system_bytes("SC_PHYS_PAGES", host)
     free = [fields.get("MemAvailable") or fields.get("MemFree") or _system_bytes("SC_AVPHYS_PAGES", host)]
@@ -131,7 +125,7 @@ def find_memory(host: Host) -> Memory:
 
 
 def check_memory(host: Host) -> Iterator[Finding]:
-    """Memory of the host, the cgroup's limit, shared memory, the temporary folder."""
+    """Check memory of the host, the cgroup's limit, shared memory and the temporary folder."""
     found = find_memory(host)
     yield _judge_memory(found)
     if found.limit_bytes is not None and found.total_bytes is not None and found.limit_bytes < found.total_bytes:

@@ -62,7 +62,7 @@ def find_processor(host: Host) -> Processor:
 
 
 def processor_name(host: Host) -> str:
-    """The processor's name for people: from /proc/cpuinfo, else from Python."""
+    """Return the processor's name for people: from /proc/cpuinfo, else from Python."""
     lines = (host.read("/proc/cpuinfo") or "").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
     return next(filter(None, names), "") or platform.processor() or platform.machine() or "not known"

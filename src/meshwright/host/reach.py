@@ -1,4 +1,4 @@
-"""Check whether processes here can reach each other, and whether other hosts can be reached.
+"""Whether processes here can reach each other and other hosts; network cards (`Nic`); ending processes (`reaping`).
 
 The ranks of a run meet at ``MASTER_ADDR:MASTER_PORT`` (a TCP store on rank 0's host) and then open sockets between all
 ranks, on the interface with the host name's address or the one that ``GLOO_SOCKET_IFNAME`` / ``NCCL_SOCKET_IFNAME``
@@ -20,8 +20,6 @@ from meshwright.host.findings import Finding
 from meshwright.host.host import Host, answer_within
 from meshwright.spec import format_bytes
 
-# End processes together with the block that started them.
-
 
 @contextlib.contextmanager
 def reaping(processes: Sequence[BaseProcess], grace_s: float) -> Iterator[None]:
@@ -39,16 +37,13 @@ def reaping(processes: Sequence[BaseProcess], grace_s: float) -> Iterator[None]:
                 process.join()
 
 
-# Network cards of this machine, their speeds, and which of them messages between nodes would use.
-#
-# Ethernet: ``/sys/class/net/NAME`` with ``speed`` (Mbit/s, −1 if unknown), ``operstate`` and ``device`` (absent for
-# virtual interfaces). InfiniBand and RoCE: ``/sys/class/infiniband/NAME/ports/N`` with ``rate`` (as in
-# ``400 Gb/sec (4X NDR)``), ``state`` (``4: ACTIVE``) and ``link_layer``. Source: the kernel's
-# Documentation/ABI/testing/sysfs-class-net and ABI/stable/sysfs-class-infiniband.
-
 _LOOPBACK = "lo"
 
 
+# Ethernet: ``/sys/class/net/NAME`` with ``speed`` (Mbit/s, −1 if unknown), ``operstate`` and ``device`` (absent for
+# virtual interfaces). InfiniBand and RoCE: ``/sys/class/infiniband/NAME/ports/N`` with ``rate`` (as in ``400 Gb/sec (4X
+# NDR)``), ``state`` (``4: ACTIVE``) and ``link_layer``. Source: the kernel's Documentation/ABI/testing/sysfs-class-net
+# and ABI/stable/sysfs-class-infiniband.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
     """A network card, or one port of it; ``bytes_per_s`` (per direction) is None if the system does not report it."""
@@ -61,12 +56,12 @@ class Nic:
 
 
 def find_interfaces(host: Host) -> tuple[Nic, ...]:
-    """Network interfaces without the loopback."""
+    """Return the network interfaces without the loopback."""
     return tuple(_read_interface(host, name) for name in host.names("/sys/class/net") if name != _LOOPBACK)
 
 
 def find_fabric(host: Host) -> tuple[Nic, ...]:
-    """Ports of InfiniBand and RoCE cards."""
+    """Return the ports of InfiniBand and RoCE cards."""
     return tuple(
         _read_port(host, card, port)
         for card in host.names("/sys/class/infiniband")
@@ -75,7 +70,7 @@ def find_fabric(host: Host) -> tuple[Nic, ...]:
 
 
 def choose_nics(host: Host) -> tuple[Nic, ...]:
-    """The equal cards for messages between nodes: the fastest that are up, InfiniBand and RoCE first.
+    """Return the equal cards for messages between nodes: the fastest that are up, InfiniBand and RoCE first.
 
     A card of unknown speed is chosen only if no other is up; virtual interfaces never are. Bonded or partly used cards
     are not recognised: the result is a first guess to be checked.
@@ -91,13 +86,13 @@ def choose_nics(host: Host) -> tuple[Nic, ...]:
 
 
 def parse_rate(text: str) -> float | None:
-    """Bytes per second of a port's ``rate``: ``400 Gb/sec (4X NDR)`` → 5e10."""
+    """Return bytes per second of a port's ``rate``: ``400 Gb/sec (4X NDR)`` → 5e10."""
     match = re.match(r"\s*([\d.]+)\s*Gb/sec", text)
     return float(match[1]) * 1e9 / 8 if match is not None and match[1].count(".") < 2 else None
 
 
 def check_nics(host: Host) -> Iterator[Finding]:
-    """One finding per physical card, and one if no card is found."""
+    """Yield one finding per physical card, and one if no card is found."""
     nics = [nic for nic in (*find_fabric(host), *find_interfaces(host)) if not nic.virtual]
     if not nics:
         known = bool(host.names("/sys/class/net"))
@@ -151,7 +146,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def find_address(name: str) -> str | None:
-    """The IPv4 address of a name; None if it has none or the answer does not come in time."""
+    """Return the IPv4 address of a name; None if it has none or the answer does not come in time."""
     try:
         found = answer_within(_RESOLVE_TIMEOUT_S, lambda: socket.getaddrinfo(name, None, socket.AF_INET))
     except (OSError, UnicodeError):
@@ -160,7 +155,7 @@ def find_address(name: str) -> str | None:
 
 
 def can_bind(address: str, port: int = 0) -> str | None:
-    """None if a server can listen there, else the reason why not."""
+    """Return None if a server can listen there, else the reason why not."""
     try:
         # As in TCPStore: a port that a finished run left in TIME_WAIT is free.
         with socket.create_server((address, port), reuse_port=False):

@@ -1,4 +1,6 @@
-"""Times on a device that computes what the host issues: the device's time, and separately the host's time.
+"""Clocks: times on a device to which the host issues work (`CudaClock`), and host times op by op (`SegmentRunner`).
+
+`CudaClock` returns the device's time, and separately the host's time:
 
     time     calls are captured in a CUDA graph, so that the host does not count, and the graph is replayed between
              two events: seconds of a call; calls that cannot be captured (they read a value of the device, or make
@@ -31,10 +33,6 @@ from torch.utils import _pytree as pytree
 
 from meshwright.measurement.segments import Segment
 
-# The cost of the clock itself: around one op of a forward, and at one autograd node of a backward.
-#
-# Measured on trivial ops: two readings in a row; a backward through a chain of views with and without hooks.
-
 _TRIVIAL_NODES = 400
 
 
@@ -46,6 +44,8 @@ class ClockOverhead:
     backward_ns: float
 
 
+# Around one op of a forward: two readings in a row. At one autograd node of a backward: a backward through a chain of
+# views with and without hooks.
 @cache
 def clock_overhead() -> ClockOverhead:
     """Measure what the clock costs, on trivial ops; once per process."""
@@ -81,7 +81,7 @@ def _trivial_backward(*, hooked: bool) -> int:
 
 
 def stamp_hook(index: int, stamps: list[int], order: list[int]) -> Callable[..., None]:
-    """A hook for an autograd node: notes when the node ended, and which it was."""
+    """Return a hook for an autograd node that records when the node ended, and which it was."""
 
     def hook(*_: Any) -> None:
         stamps.append(time.perf_counter_ns())
@@ -89,13 +89,6 @@ def stamp_hook(index: int, stamps: list[int], order: list[int]) -> Callable[...,
 
     return hook
 
-
-# One pass through a segment with a clock at every op: forward node by node, backward by autograd's hooks.
-#
-# Forward of an op = its call and the release of values that it reads last, as in the code that fx generates. Backward
-# of an op = the time from one autograd node's end to the next one's, summed over the nodes that the op created; the
-# gaps cover the whole backward, so nothing is lost between them. A parameter's AccumulateGrad belongs to the op that
-# uses it first. The cost of the clock itself is measured (`clock`) and subtracted.
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
@@ -107,8 +100,16 @@ class _Step:
     dying: tuple[fx.Node, ...]
 
 
+# Forward node by node, backward by autograd's hooks. Forward of an op = its call and the release of values that it
+# reads last, as in the code that fx generates. Backward of an op = the time from one autograd node's end to the next
+# one's, summed over the nodes that the op created; the gaps cover the whole backward, so nothing is lost between them.
+# A parameter's AccumulateGrad belongs to the op that uses it first. The cost of the clock itself is measured
+# (`clock_overhead`) and subtracted.
 class SegmentRunner:
-    """Runs one segment, as a whole or op by op. ``names`` are the timed ops, in order: slot i of every result."""
+    """Runs one segment, as a whole or op by op.
+
+    ``names``: the timed ops; element i of every result belongs to ``names[i]``.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -304,16 +305,16 @@ class DeviceClock(Protocol):
     cache_bytes: int
 
     def side(self) -> AbstractContextManager[Any]:
-        """In the block, calls are issued to the stream that is timed."""
+        """Issue calls in the block to the stream that is timed."""
 
     def time(self, calls: Sequence[Call]) -> Sample:
-        """Seconds of a call, from several calls of the same work on memory of their own, in turns."""
+        """Return the seconds of a call, from several calls of the same work on memory of their own, in turns."""
 
     def step(self, call: Call) -> Sample:
-        """Seconds of a long call, and those of issuing it."""
+        """Return the seconds of a long call, and those of issuing it."""
 
     def loop(self, call: Call, count: int) -> float:
-        """Seconds of the host per call, over ``count`` calls, without a wait between them."""
+        """Return the seconds of the host per call, over ``count`` calls, without a wait between them."""
 
     def finish(self) -> None:
         """Wait until the device is done."""
@@ -332,13 +333,13 @@ class CudaClock:
         self._stream: Any = torch.cuda.Stream(device)
 
     def side(self) -> AbstractContextManager[Any]:
-        """In the block, calls are issued to the stream that is timed."""
+        """Issue calls in the block to the stream that is timed."""
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
     def time(self, calls: Sequence[Call]) -> Sample:
-        """Seconds of a call by replays of a graph, by events if it cannot be captured."""
+        """Return the seconds of a call by replays of a graph, or by events if it cannot be captured."""
         with self.side():
             for call in calls:
                 call()
@@ -360,7 +361,7 @@ class CudaClock:
             return _summarise(samples, count)
 
     def step(self, call: Call) -> Sample:
-        """Seconds of a long call by events, and those of issuing it."""
+        """Return the seconds of a long call by events, and those of issuing it."""
         with self.side():
             call()
             samples, issued = self._behind(call)
@@ -373,7 +374,7 @@ class CudaClock:
             )
 
     def loop(self, call: Call, count: int) -> float:
-        """Seconds of the host per call, over ``count`` calls, without a wait between them."""
+        """Return the seconds of the host per call, over ``count`` calls, without a wait between them."""
         begun = time.perf_counter()
         for _ in range(count):
             call()

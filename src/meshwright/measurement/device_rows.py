@@ -33,7 +33,7 @@ BUDGET_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSizes:
-    """Sides of the tensors; the defaults are those of the shipped table."""
+    """Sizes of the tensors on which the operators are timed; the defaults are those of the shipped table."""
 
     rows: tuple[int, ...] = (2048, 8192, 32768)
     widths: tuple[int, ...] = (768, 2048, 4096, 11008)

@@ -1,4 +1,6 @@
-"""Time each distinct op on a device: alone, forward and backward, with tensors of its own.
+"""Times on a device: each distinct op alone, optimizer steps by tensor size, and the host's issuing of a model's ops.
+
+`measure_device_ops` times ops forward and backward, each with tensors of its own:
 
     forward      on inputs that are read again and again, as if the op before had just written them
     backward     one call of autograd for all needed gradients; saved tensors are read in turns from several copies
@@ -27,15 +29,6 @@ from meshwright.measurement.segments import Segment
 from meshwright.spec import EventSink, MeasurementError, NullSink, OpMeasurement, OptimizerMeasurement
 from meshwright.spec.measurements import BUCKET_COPY, MoveKey
 
-# Time optimizer steps on a device, by the size of the tensors: torch's loop, over many at once, and fused.
-#
-#     seconds    of the device, after a kernel that waits while the host issues the step
-#     issue_s    of the host
-#
-# And time copies of gradients into a bucket, tensor by tensor. The number of tensors of one size is such that they
-# exceed the cache of every GPU, but a loop of all operations of an update fits the queue of a device (some 1,000
-# launches).
-
 SIZES = (2**8, 2**12, 2**16, 2**20, 2**22, 2**24)
 _TOTAL_ELEMENTS, _MOST_TENSORS = 2**26, 96
 # Kind of each row, torch's class and its options.
@@ -50,6 +43,10 @@ _KINDS: tuple[tuple[str, Any, dict[str, Any]], ...] = tuple(
 )
 
 
+# Steps of torch's loop, over many tensors at once, and fused; ``seconds`` are those of the device, after a kernel that
+# waits while the host issues the step, ``issue_s`` those of the host. Gradients are copied into a bucket tensor by
+# tensor. The number of tensors of one size is such that they exceed the cache of every GPU, but a loop of all
+# operations of an update fits the queue of a device (some 1,000 launches).
 def measure_device_optimizers(
     clock: DeviceClock,
     *,
@@ -58,7 +55,10 @@ def measure_device_optimizers(
     sizes: Sequence[int] = SIZES,
     events: EventSink | None = None,
 ) -> tuple[OptimizerMeasurement, ...]:
-    """Steps over parameters of each of the types ``states``, and copies of gradients of the types ``gradients``."""
+    """Time steps over parameters of each of the types ``states``, and copies of gradients of the types ``gradients``.
+
+    Rows are by the size of the tensors.
+    """
     sink, rows = events or NullSink(), []
     for done, size in enumerate(sizes):
         for dtype in states:
@@ -104,17 +104,14 @@ def _row(kind: str, parameters: list[torch.Tensor], seconds: float, issue_s: flo
     )
 
 
-# Time the host's issuing of each op of a model to a device, in the order of the model, as in a training step.
-#
-# Layers that together contain every distinct op run one after the other. Before each pass, and never within one, the
-# device is waited for, so that its queue is never full. A backward starts with its first node: the time to pass it to
-# autograd's thread is not counted for any op.
-
 # The first passes fill caches: of the allocator, of libraries' choices of kernels, of the processor.
 _WARM_UP = 3
 _CALLS = 2000
 
 
+# Ops are issued in the order of the model, as in a training step. Layers that together contain every distinct op run
+# one after the other. Before each pass, and never within one, the device is waited for, so that its queue is never
+# full. A backward starts with its first node: the time to pass it to autograd's thread is not counted for any op.
 def measure_issue(
     segments: Sequence[Callable[[], Segment]],
     clock: DeviceClock,
@@ -123,7 +120,7 @@ def measure_issue(
     surrounding: Callable[[], AbstractContextManager[Any]],
     events: EventSink | None = None,
 ) -> dict[str, tuple[float, float]]:
-    """Median seconds of the host for forward and backward by key, the mean over an op's occurrences.
+    """Return median seconds in which the host issues forward and backward by key, the mean over an op's occurrences.
 
     Args:
         segments: functions that create pieces on the clock's device; each is dropped before the next is created.
@@ -148,7 +145,7 @@ def measure_issue(
 
 
 def measure_call(clock: DeviceClock) -> float:
-    """Seconds in which the host issues an addition of two small tensors, in a loop."""
+    """Return the seconds in which the host issues an addition of two small tensors, in a loop."""
     value = torch.zeros(8, 8, device=clock.device)
     for _ in range(_CALLS // 10):
         value + value
@@ -185,7 +182,7 @@ class InputSpec:
     bound: int = 2
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """Random values of this form on a device."""
+        """Return random values of this form on a device."""
         dtype = getattr(torch, self.dtype)
         strides = self.strides or _contiguous(self.shape)
         # Expanded dims have one element in memory.
@@ -342,7 +339,7 @@ class _Entry(torch.autograd.Function):
 
 
 def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> DeviceOp:
-    """A conversion of ``elements`` from one type to another, or (``adds``) adding them to existing values."""
+    """Return the op that converts ``elements`` from one type to another, or (``adds``) adds them to existing values."""
     graph = fx.Graph()
     value = graph.placeholder("value")
     source = InputSpec(shape=(elements,), strides=None, dtype=read)
@@ -358,7 +355,7 @@ def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> 
 
 
 def materialised(module: fx.GraphModule, state: Mapping[str, str], device: torch.device) -> fx.GraphModule:
-    """The same module with small random parameters and buffers of ones on a device, of the given dtypes."""
+    """Return the same module with small random parameters and buffers of ones on a device, of the given dtypes."""
     made = fx.GraphModule(module, module.graph)
     for name, held in (*module.named_parameters(), *module.named_buffers()):
         dtype = getattr(torch, state.get(name, str(held.dtype).removeprefix("torch.")))

@@ -1,4 +1,4 @@
-"""Time every collective between the available ranks, by its bytes and by the place of its group.
+"""Time every collective between the available ranks, by bytes and by the place of its group (`measure_links`).
 
     places, of N ranks      the first r ranks alone;  all N / r groups of neighbours at once;  all N / r groups at
     for every r that        stride N / r at once (the two dimensions of a mesh in a cluster)
@@ -8,7 +8,8 @@
 
 The remaining seconds are divided evenly among the remaining cells (op, place, size). A cell is repeated as often as its
 share allows; a size whose fewest repetitions take several times that share ends its series. Ranks agree on both, so
-that none waits alone. With GPUs the groups use NCCL, else gloo, where short collectives are timed between computations.
+that none waits alone. With GPUs the groups use NCCL, else gloo, where short collectives are timed between computations
+(`time_among`).
 """
 
 from __future__ import annotations
@@ -34,15 +35,6 @@ from meshwright.records.record_table import columns_of
 from meshwright.spec import MIN_SECONDS, EventSink
 from meshwright.spec.measurements import TransferKind
 from meshwright.torch_names import all_gather_single, reduce_scatter_single
-
-# The time that a collective adds to the computations around it, on processors.
-#
-# There the threads that compute and those that move data share cores and wait for each other's time slices: after a
-# computation a collective starts later on one rank than on another, occasionally it takes a slice longer, and the data
-# still to be sent when a rank has its result slows the next computation down. Timing the collective by itself shows
-# none of that. So the time is
-#
-#     (seconds of k times a computation and the collective - seconds of k times the computation) / k
 
 # About one slice of Linux' scheduler, and the time of a layer of a small model; from products of this number of rows.
 _COMPUTE_S, _ROWS = 0.005, 256
@@ -70,10 +62,16 @@ class Computation:
 
 
 def sample_seconds(once_s: float) -> float:
-    """The approximate time of one sample of `time_among`, for a collective that takes ``once_s``."""
+    """Return the approximate time of one sample of `time_among`, for a collective that takes ``once_s``."""
     return _COUNT * (2 * _COMPUTE_S + once_s)
 
 
+# On processors, the threads that compute and those that move data share cores and wait for each other's time slices.
+# After a computation a collective starts later on one rank than on another, and occasionally it takes a slice longer.
+# Data still to be sent when a rank has its result slows the next computation down. Timing the collective by itself
+# shows none of that. So the time is
+#
+#     (seconds of k times a computation and the collective - seconds of k times the computation) / k
 def time_among(action: Callable[[], object], computation: Computation, repeats: int) -> Timing:
     """Time a collective between computations: the mean of samples without the smallest and the largest.
 
@@ -137,7 +135,7 @@ class RankGroups:
 
 
 def list_places(num_ranks: int) -> list[RankGroups]:
-    """Every place of groups among ``num_ranks`` ranks, at least two, each once."""
+    """Return every place of groups among ``num_ranks`` ranks, at least two, each once."""
     places = []
     for size in (size for size in range(2, num_ranks + 1) if num_ranks % size == 0):
         count = num_ranks // size
@@ -157,7 +155,7 @@ def measure_links(
     timeout_s: float = 300.0,
     events: EventSink | None = None,
 ) -> Records:
-    """Rows of every collective among ``num_ranks`` new processes of this machine, one GPU each if enough exist.
+    """Return rows of every collective among ``num_ranks`` new processes of this machine, one GPU each if enough exist.
 
     Raises MeasurementError if a process fails or ``timeout_s`` passes.
     """

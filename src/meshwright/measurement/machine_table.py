@@ -1,7 +1,8 @@
-"""Measures a machine as its ranks will use it: the same work in all processes at once, sharing the memory.
+"""Measure a machine as its ranks will use it (`measure_machine`), and one device (`measure_rates`); facts of torch.
 
-All results go into one table (`Measurements`): ops of the given model at the given batch sizes, optimizer steps, sends
-and all-reduces. Figures of several ranks are averaged.
+All processes do the same work at once, sharing the memory. All results go into one table (`Measurements`): ops of the
+given model at the given batch sizes, optimizer steps, sends and all-reduces. Figures of several ranks are averaged.
+`probe` prints facts of torch on this machine.
 """
 
 from __future__ import annotations
@@ -31,13 +32,6 @@ from meshwright.measurement.segments import OpSource
 from meshwright.report import fit_transfers
 from meshwright.spec import EventSink, Link, MeasurementError, Measurements, OpMeasurement, Optimizer
 
-# Measure a device of this machine: matrix products, copies, and sends between ranks.
-#
-#     rate of a dtype     2·m·k·n / t of an (m, k) × (k, n) product      copy     2·bytes / t, read and written
-#
-# Medians, with all processes busy at once. A CPU device is one core with one thread (the products are those of the
-# shipped ``cpu.toml``); a GPU is alone, and its products are large enough to fill it.
-
 _CPU_SHAPE, _GPU_SHAPE = (768, 768, 3072), (8192, 8192, 8192)
 _CPU_DTYPES = ("float64", "float32", "bfloat16")
 _GPU_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -47,6 +41,12 @@ _BUDGET_S = 1.0
 _FEWEST_REPEATS = 3
 
 
+# Matrix products, copies, and sends between ranks:
+#
+#     rate of a dtype     2·m·k·n / t of an (m, k) × (k, n) product      copy     2·bytes / t, read and written
+#
+# Medians, with all processes busy at once. A CPU device is one core with one thread (the products are those of the
+# shipped ``cpu.toml``); a GPU is alone, and its products are large enough to fill it.
 def measure_rates(
     device: str = "cpu",
     *,
@@ -134,16 +134,14 @@ def finish(device: str | torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# Facts of torch on this machine, as JSON lines: ``python -m meshwright.measurement.machine_table RANK ADDRESS:PORT
-# ...``.
+_MEETING_TIMEOUT = timedelta(seconds=10)
+
+
+# ``python -m meshwright.measurement.machine_table RANK ADDRESS:PORT ...`` prints facts of torch as JSON lines.
 #
 # Two processes are started, with ranks 0 and 1; the first prints. They meet at each address over a TCP store, and gloo
 # adds 1 and 2. Lines: ``{"build": ...}``, ``{"pair": ADDRESS, "error": ...}``, ``{"device": ...}``. `meshwright.host`
 # reads them; it loads no torch and survives any failure here.
-
-_MEETING_TIMEOUT = timedelta(seconds=10)
-
-
 def probe(rank: int, meetings: list[str]) -> None:
     """Print the build, meet at every address, print the devices."""
     if rank == 0:

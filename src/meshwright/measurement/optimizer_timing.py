@@ -1,4 +1,4 @@
-"""Time optimizer steps, and copies of gradients into a bucket, by the size of the tensors.
+"""Time optimizer steps, and copies of gradients into a bucket, by the size of the tensors; classify errors of torch.
 
 Each update is torch's own, as the runtime calls it (torch.optim with its default implementation; step, then clear the
 gradients). The number of tensors of one size is such that together they exceed a core's cache, as a model's do.
@@ -14,8 +14,6 @@ import torch
 
 from meshwright.spec import EventSink, NullSink, Optimizer, OptimizerMeasurement
 from meshwright.spec.measurements import BUCKET_COPY
-
-# Classify errors of torch on a device: memory was lacking, or the device is unusable.
 
 # torch's allocator for processors has no error of its own (c10/core/impl/alloc_cpu.cpp), nor have NVIDIA's libraries,
 # which allocate for themselves (CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED).
@@ -36,12 +34,12 @@ _FATAL = (
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether a device is unusable for this process from now on."""
+    """Return whether a device is unusable for this process after an error of torch."""
     return any(words in str(error) for words in _FATAL)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or in host memory."""
+    """Return whether an allocation failed, on a GPU or in host memory."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _WORDS)
 
 
@@ -60,7 +58,7 @@ def measure_optimizers(
     before_repeat: Callable[[], None] = lambda: None,
     events: EventSink | None = None,
 ) -> tuple[OptimizerMeasurement, ...]:
-    """Median seconds, per size of tensors, of each optimizer's step and of copying the gradients into a bucket."""
+    """Return median seconds by size of tensors: of each optimizer's step and of copying gradients into a bucket."""
     sink = events or NullSink()
     rows = []
     for done, size in enumerate(sizes):
@@ -86,7 +84,7 @@ def measure_optimizers(
 
 
 def make_optimizer(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Torch's optimizer for an `Optimizer`, with its default implementation."""
+    """Return torch's optimizer for an `Optimizer`, with its default implementation."""
     if optimizer.kind == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-4)
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9 if optimizer.momentum else 0.0)

@@ -45,7 +45,9 @@ class Segment:
 
 
 def build_segments(source: OpSource, batch_size: int, *, max_bytes: int) -> tuple[Segment, ...]:
-    """Segments that contain every distinct op of the graph, within ``max_bytes`` if the whole model would need more.
+    """Return segments that contain every distinct op of the graph.
+
+    They are within ``max_bytes`` if the whole model would need more.
 
     Raises GraphError for a batch size for which the graph is not valid, MeasurementError if even that is too large.
     """
@@ -65,7 +67,7 @@ def build_segments(source: OpSource, batch_size: int, *, max_bytes: int) -> tupl
 
 
 def covering_layers(graph: Graph, keys_of_ops: Sequence[str]) -> list[StageSlice]:
-    """Layers in order, each with an op of a new key; ``keys_of_ops``: by op."""
+    """Return layers in order, each with an op of a new key; ``keys_of_ops``: by op."""
     covered: set[str] = set()
     chosen = []
     for stage in slice_graph(graph, [(i, i + 1) for i in range(len(graph.layers))]):

@@ -1,4 +1,4 @@
-"""Evaluate one plan by simulation: step time and its breakdown, memory, and whether it fits.
+"""Evaluate plans by simulation: step time, its breakdown and 80 % interval, memory, whether a plan fits, and latencies.
 
 A step of the busiest rank (the rank that computes longest; the first of them) is exactly the sum
 
@@ -34,15 +34,6 @@ from meshwright.spec import Cluster, Graph, MeshwrightError, Plan, format_second
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.used_devices import used_of
 
-# The 80 % interval of a predicted step time: the plan simulated with all costs as fast, and as slow, as they may be.
-#
-#     low, high of a step  =  step(every cost at the low, the high end of its 80 % interval)
-#
-# Ops of a device kind are scaled by low / t and by high / t of their sum (`cost.costs.add_intervals`); every transfer,
-# optimizer step and host has its own ends (`CostModel.at_end`); bubbles and exposed times follow. Ops, transfers,
-# optimizer and hosts err independently: that all are late together is rarer than that one of them is, hence the
-# interval of a step covers more than 80 %.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInterval:
@@ -53,10 +44,18 @@ class StepInterval:
     measured: bool
 
 
+# The plan is simulated with all costs as fast, and as slow, as they may be:
+#
+#     low, high of a step  =  step(every cost at the low, the high end of its 80 % interval)
+#
+# Ops of a device kind are scaled by low / t and by high / t of their sum (`cost.costs.add_intervals`); every transfer,
+# optimizer step and host has its own ends (`CostModel.at_end`); bubbles and exposed times follow. Ops, transfers,
+# optimizer and hosts err independently: that all are late together is rarer than that one of them is. Hence the
+# interval of a step covers more than 80 %.
 def predict_step_interval(
     plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel, *, contention: Contention = "queued"
 ) -> StepInterval:
-    """Return the interval of a plan's step time, from the intervals of its ops, transfers and optimizer steps."""
+    """Return the 80 % interval of a plan's step time, from the intervals of its ops, transfers and optimizer steps."""
     plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     kinds = {cluster.device_kind(rank).name: cluster.device_kind(rank) for rank in range(plan.num_ranks)}
     bases = {basis for kind in kinds.values() for basis in cost.estimate_ops(graph, plan.microbatch_size, kind).basis}
@@ -157,7 +156,7 @@ class RankedPlan:
 
     @property
     def aimed_s(self) -> float:
-        """Seconds that plans are ranked by: the makespan of a batch if the search aims at it, else the step time."""
+        """Seconds by which plans are ranked: the makespan of a batch if the search aims at it, else the step time."""
         return self.step_time_s if self.makespan_s is None else self.makespan_s
 
     @property

@@ -1,4 +1,4 @@
-"""Compare other ways of reducing gradients: a table, a lower bound for any order, and a verdict.
+"""Compare other ways of reducing gradients (`compare_exchanges`); find the best order of computation (`find_order`).
 
 Whatever the order of computation and communication, no step of the tried ways is shorter than
 
@@ -9,6 +9,7 @@ next step (ByteScheduler); a sharded optimizer; a hierarchy of nodes; parameter 
 requires that the forward of a layer can wait for that layer, so plans of one stage are cut into a stage per layer on
 the same ranks. Servers and hierarchies have messages of several groups on one link at a time, so they are simulated
 with fair sharing of links. A gain below `WORTH_IT` is within the error of the predictions and not recommended.
+`sum_in_buckets` is the closed form of a reduction that estimates of stages use.
 """
 
 from __future__ import annotations
@@ -65,15 +66,13 @@ from meshwright.spec import (
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.schedules import layout_of
 
-# Seconds of a gradient reduction bucket by bucket, in the closed form that estimates of stages use. Compiled.
-
 
 @compiled
 def sum_in_buckets(num_bytes: float, bucket_bytes: float, latency_s: float, bucket_s: float) -> tuple[float, float]:
-    """Return the seconds of all buckets one after the other, and of the last one, which no backward hides.
+    """Return the seconds of a gradient reduction: all buckets one after the other, and the last one.
 
-    ``latency_s`` and ``bucket_s`` are the seconds to reduce one byte and a full bucket; sizes between are interpolated
-    linearly.
+    No backward hides the last bucket. ``latency_s`` and ``bucket_s`` are the seconds to reduce one byte and a full
+    bucket; sizes between are interpolated linearly.
     """
     full = np.floor(num_bytes / bucket_bytes)
     rest = num_bytes / bucket_bytes - full
@@ -82,19 +81,6 @@ def sum_in_buckets(num_bytes: float, bucket_bytes: float, latency_s: float, buck
         return full * bucket_s + last, last
     return full * bucket_s, bucket_s
 
-
-# Find the best order for a plan's own stages, compare it with every named schedule, and simulate it.
-#
-#     stage_times    what the simulator charges for each stage              (simulator.stage_times)
-#     limits         a rank's memory less what it holds besides microbatches, by the simulated named schedules
-#     find_orders    the shortest order under the model of `program.order_search`
-#     simulate       that order and every named schedule of this layout; the fastest that fits is the result
-#
-# So in the simulator, the result is never slower than the plan's own schedule or a named one that takes these stages
-# and fits. The model of the search has no queues on links, so its order may be slower there; then the plan follows the
-# fastest named schedule by name (the runtime bounds gradients in flight for named schedules only, so a file would need
-# more memory), and the file still contains its order. An order for stages on parallel branches depends on the branches,
-# so its plan states which stages feed which.
 
 # How often limits are tightened if the simulator reports more memory than they allow.
 _MAX_ATTEMPTS = 4
@@ -137,6 +123,18 @@ class FoundPlan:
         return f"{words}\nBy stage times alone it is at most {100 * gap:.1f} % longer than the shortest one."
 
 
+# The order is compared with every named schedule, and simulated:
+#
+#     stage_times    what the simulator charges for each stage              (simulator.stage_times)
+#     limits         a rank's memory less what it holds besides microbatches, by the simulated named schedules
+#     find_orders    the shortest order under the model of `program.order_search`
+#     simulate       that order and every named schedule of this layout; the fastest that fits is the result
+#
+# So in the simulator, the result is never slower than the plan's own schedule or a named one that takes these stages
+# and fits. The model of the search has no queues on links, so its order may be slower there. Then the plan follows the
+# fastest named schedule by name, and the file still contains its order: the runtime bounds gradients in flight for
+# named schedules only, so a file would need more memory. An order for stages on parallel branches depends on the
+# branches, so its plan states which stages feed which.
 def find_order(
     plan: Plan,
     graph: Graph,
@@ -304,7 +302,7 @@ class ExchangeComparison:
 
     @property
     def bound_s(self) -> float:
-        """Seconds that no way beats, in any order of computation and communication."""
+        """Seconds that no tried way goes below, in any order of computation and communication."""
         ways = (self.own, *self.others)
         return max(min(item.computation_s for item in ways), min(item.communication_s for item in ways))
 
@@ -320,7 +318,7 @@ class ExchangeComparison:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether the gain exceeds the error of the predictions."""
+        """Return whether the gain exceeds the error of the predictions."""
         return self.gain >= WORTH_IT
 
     def rows(self) -> list[dict[str, Any]]:

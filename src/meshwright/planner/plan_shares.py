@@ -1,8 +1,8 @@
-"""What each choice gains: its share of the best plan's gain over the plain plan, by Shapley's value.
+"""What each choice gains (`find_shares`): its part of the best plan's gain over the plain plan, by Shapley's value.
 
-Players are the choices that a search left open and in which its best plan is not plain: it has several stages, splits
-ops, shards states, recomputes. The worth of a coalition S of them is the shortest step v(S) of the uniform plans
-(`methods.grid`) in which all other choices stay at their plain value. Of k choices, choice i gains
+Players are the choices (`Values`) that a search left open and in which its best plan is not plain: it has several
+stages, splits ops, shards states, recomputes. The worth of a coalition S of them is the shortest step v(S) of the
+uniform plans (`methods.grid`) in which all other choices stay at their plain value. Of k choices, choice i gains
 
     sum over S without i of    |S|! · (k - |S| - 1)! / k! · (v(S) - v(S with i))
 
@@ -42,11 +42,6 @@ from meshwright.planner.search_method import Limits, Proposal, SearchState, Step
 from meshwright.spec import EventSink, Offload, PlanError, format_count, format_percent, format_seconds
 from meshwright.spec.offload import ON_DEVICE
 
-# The value that a plan has for each choice of a search, and the values of the plain plan.
-#
-# The plain plan has one stage on all devices, splits no op, shards no state, recomputes nothing and keeps everything on
-# its devices, one sample per microbatch under 1F1B; or comes as close to this as the choices allow.
-
 
 class Values(NamedTuple):
     """A plan's value for each choice."""
@@ -81,6 +76,8 @@ NAMES = (
 )
 
 
+# The plain plan has one stage on all devices, splits no op, shards no state, recomputes nothing and keeps everything on
+# its devices, one sample per microbatch under 1F1B; or comes as close to this as the choices allow.
 def plain_values(problem: Problem) -> Values:
     """Return the value of each choice in the plain plan: nothing split, sharded, recomputed or offloaded."""
     chosen, variants = problem.choices, variants_of(problem)
@@ -101,7 +98,7 @@ def plain_values(problem: Problem) -> Values:
 
 
 def open_choices(problem: Problem) -> list[bool]:
-    """Which choices have more than one value, in the order of `Values`."""
+    """Return the choices that have more than one value, in the order of `Values`."""
     chosen = problem.choices
     counts = (
         max(len(set(chosen.num_devices)), len(chosen.idle)),

@@ -1,4 +1,4 @@
-"""The input of a search: a model, machines, a workload, and the choices of plans.
+"""The input of a search (`Problem`): a model, machines, a workload, and the choices of plans, such as microbatch sizes.
 
 A **setting** is a choice that decides which graph a device computes and what it keeps: the number of devices, the split
 of ops over teams (tensor-, context- and expert-parallel groups), the ZeRO stage, recomputation and offload. Under a
@@ -35,8 +35,6 @@ from meshwright.spec import (
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.recompute import is_by_stage, name_recompute, word_of_first
 from meshwright.spec.scenario import Scenario
-
-# Microbatch sizes to try, and divisors for the choice of sizes, replicas and stages.
 
 # Sizes tried by default: each needs the costs of the whole graph (0.1 to 0.3 s at 6,000 ops).
 MAX_MICROBATCH_SIZES = 12

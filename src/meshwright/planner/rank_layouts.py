@@ -1,4 +1,4 @@
-"""Placement rules: which ranks a stage gets, and which links, device kinds and memory follow from them.
+"""Placement rules (`Layout`): which ranks a stage gets, their links, kinds and memory; the even cut (`slice_evenly`).
 
 A layout turns "the stage that has ``before`` ranks before it and ``take`` replicas" into ranks:
 
@@ -29,13 +29,10 @@ from meshwright.cost import CostModel
 from meshwright.cost.memory import MemoryLimit
 from meshwright.spec import Cluster, StagePlan
 
-# Cut a sequence into slices with the smallest possible largest sum: the even cut of layers into stages.
-#
+
 # Greedy slices of at most θ are the fewest possible. If they are few enough, their largest sum is also a valid θ; if
 # not, θ must reach at least the smallest sum that was refused. So the range of θ is bisected with ends that are sums
 # that occur. It closes after a few steps, exact to the last bit of a sum.
-
-
 def slice_evenly(seconds: Sequence[float], num_slices: int) -> tuple[tuple[int, int], ...]:
     """Return bounds of non-empty slices with the smallest possible largest sum; ``num_slices`` <= len(``seconds``)."""
     edges = np.empty(num_slices + 1, np.int64)
@@ -110,7 +107,7 @@ class Layout:
     num_stages: int = 0
 
     def ranks(self, before: int, take: int) -> tuple[int, ...]:
-        """Ranks of the stage with ``before`` ranks before it and ``take`` replicas."""
+        """Return the ranks of the stage with ``before`` ranks before it and ``take`` replicas."""
         match self.name:
             case "stage-major":
                 return tuple(range(before, before + take))
@@ -194,7 +191,7 @@ def find_places(
 
 
 def memory_limit(cluster: Cluster, rank: int, memory: MemoryLimit) -> int:
-    """Bytes that the allocator of a rank may reserve."""
+    """Return the bytes that the allocator of a rank may reserve."""
     return memory.usable_bytes(cluster.device_kind(rank))
 
 

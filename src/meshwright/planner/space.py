@@ -1,4 +1,4 @@
-"""A problem under one setting: stages, replicas, microbatches, schedule and ranks are left to choose."""
+"""A problem under one setting (`Space`); combinations of axis sizes (`list_shardings`); a search over thresholds."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from meshwright.planner.problem import Problem
 
 
-# Combinations of mesh-axis sizes as shardings.
-
-
 def list_shardings(
     *,
     tensor: Sequence[int] = (1,),
@@ -52,7 +49,7 @@ def list_shardings(
     sequence_parallel: bool = False,
     placements: tuple[OpPlacement, ...] = (),
 ) -> tuple[Sharding, ...]:
-    """Return all combinations of axis sizes.
+    """Return all combinations of mesh-axis sizes, as shardings.
 
     With several combinations, options that need an axis of a size above 1 are dropped where it has size 1. Raises
     PlanError if an axis's only size does not allow a requested option.
@@ -68,15 +65,6 @@ def list_shardings(
         )
     return tuple(found)
 
-
-# Minimise a sum plus a bottleneck, given the least sum for every threshold on the bottleneck.
-#
-# For a threshold θ, a dynamic program yields the solution with the least sum whose parts all stay within θ, and the
-# next value above θ at which anything could change. The best θ is found by bisecting the range of θ and dropping every
-# part whose bound (its lowest θ plus the least sum at its highest θ) is not below the best solution found: exact, with
-# few dynamic programs.
-#
-# Source: Zheng et al., "Alpa" (OSDI 2022), section 5.2, which tries all values of the bottleneck.
 
 # Relative tolerance of solution costs, which are sums of some hundred doubles.
 _RELATIVE_TOLERANCE = 1e-12
@@ -101,6 +89,11 @@ class SumAndBottleneck(Protocol):
 Found = TypeVar("Found", bound=SumAndBottleneck)
 
 
+# Minimise a sum plus a bottleneck, given the least sum for every threshold on the bottleneck. For a threshold θ, a
+# dynamic program yields the solution with the least sum whose parts all stay within θ, and the next value above θ at
+# which anything could change. The best θ is found by bisecting the range of θ and dropping every part whose bound (its
+# lowest θ plus the least sum at its highest θ) is not below the best solution found: exact, with few dynamic programs.
+# Source: Zheng et al., "Alpa" (OSDI 2022), section 5.2, which tries all values of the bottleneck.
 def minimise_over_thresholds(
     solve: Callable[[float], tuple[Found | None, float]], cutoff_s: float = np.inf
 ) -> Found | None:
@@ -161,7 +154,7 @@ class Space:
 
     @property
     def offload(self) -> Offload:
-        """The offload of its plans."""
+        """The offload of this space's plans."""
         return self.setting.offload
 
     def graph_for(self, microbatch_size: int) -> Graph:

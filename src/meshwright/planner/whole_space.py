@@ -1,6 +1,6 @@
-"""The whole space: the choices for everything that the runtime can execute.
+"""The whole space (`whole_space`): choices for everything that the runtime can execute; a comparison of schedules.
 
-Given choices restrict it.
+Given choices restrict it. `compare_schedules` simulates one plan's stages under several schedules.
 
     axes         tensor (with the tokens split between products, and without), context, expert: sizes that split the
                  graph, in teams within a node; teams with expert parallelism may span nodes
@@ -10,7 +10,6 @@ Given choices restrict it.
     devices      all of them; of an unequal cluster, also the rest without its slow kinds and nodes, unless their
                  number is given
     offload      nothing; if no plan fits otherwise, optimizer states, parameters and activations in host memory
-
 """
 
 from __future__ import annotations
@@ -53,9 +52,6 @@ from meshwright.spec.teams import team_cluster
 if TYPE_CHECKING:
     from meshwright.spec import OpPlacement, Workload
     from meshwright.spec.exchange import ZeroStage
-
-
-# Compare schedules: one plan's stages, simulated under several schedules.
 
 
 def compare_schedules(

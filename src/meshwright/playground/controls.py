@@ -1,12 +1,12 @@
-"""The values of all controls: one frozen State, and its form in a link.
+"""The values of all controls: one frozen State, its form in a link, and the machines that it describes.
 
 A state names the model, the cluster, the plan and the scenario by small values. `to_query` writes all of them, so that
 a link shows the same later; `from_query` reads untrusted text and either returns a State with every value within
 `LIMITS`, or raises PlaygroundError. Whether the values are consistent (a batch that divides, stages that have layers)
-is checked where they are used.
+is checked where they are used. `base_cluster` and `scenario_of` give the machines.
 
-`AS_PLANNED` is the value of a control that takes its part from the opened plan, which ``given`` names by its hash. So
-a link names no file, neither a schedule's nor a model's.
+`AS_PLANNED` is the value of a control that takes its part from the opened plan, which ``given`` names by its hash. So a
+link names no file, neither a schedule's nor a model's.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ class Controls:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether some control takes its part from the opened plan."""
+        """Return whether some control takes its part from the opened plan."""
         return AS_PLANNED in (self.layout, self.schedule, self.recompute, self.rest)
 
 
 def to_query(state: Controls) -> str:
-    """The state as the query of a link, every value written out."""
+    """Return the state as the query of a link, every value written out."""
     return urlencode([(item.name, item.write(getattr(state, item.field))) for item in _PARAMETERS])
 
 
@@ -284,20 +284,16 @@ _PARAMETERS = (
 )
 
 
-# The machines of a state: as described, and as the scenario changes them.
-#
-#     base       nodes x devices of one kind, or a cluster from a file as it is
-#     scenario   the effects that the controls set: a slow device, slow links, NICs per node, memory per device
-#
-# A plan is made for the base (that is where balanced cuts come from) and simulated on the scenario.
-# `simulator.scenarios` documents the effects, as for the files of `meshwright simulate --scenario`.
-
 # Up to this number of devices, pictures are readable and answers are immediate.
 MAX_DEVICES = 1024
 
 
+# The base is nodes x devices of one kind, or a cluster from a file as it is. The scenario adds effects that the
+# controls set: a slow device, slow links, NICs per node, memory per device. A plan is made for the base (that is where
+# balanced cuts come from) and simulated on the scenario. `simulator.scenarios` documents the effects, as for the files
+# of `meshwright simulate --scenario`.
 def base_cluster(state: Controls, files: Mapping[str, Cluster]) -> Cluster:
-    """The cluster that a state describes; ``files`` are clusters from files, by the name that stands for a kind.
+    """Return the cluster that a state describes; ``files`` are clusters from files, by the name that stands for a kind.
 
     Raises PlaygroundError for an unknown kind, too many devices, or another size than a file's cluster has.
     """
@@ -322,7 +318,7 @@ def base_cluster(state: Controls, files: Mapping[str, Cluster]) -> Cluster:
 
 
 def scenario_of(state: Controls) -> Scenario:
-    """The scenario that a state's controls set. Links between nodes do not matter with a single node."""
+    """Return the scenario that a state's controls set. Links between nodes do not matter with a single node."""
     effects = list[Effect]()
     if state.memory_gib:
         effects.append(DeviceMemory(memory=Bytes(max(1, int(state.memory_gib * 2**30)))))
@@ -338,7 +334,7 @@ def scenario_of(state: Controls) -> Scenario:
 
 
 def scenario_cost(state: Controls, cost: CostModel) -> CostModel:
-    """The cost model of the base as the scenario changes it.
+    """Return the cost model of the base as the scenario changes it.
 
     Raises PlaygroundError for a slow device that is not there.
     """
@@ -352,7 +348,7 @@ def scenario_cost(state: Controls, cost: CostModel) -> CostModel:
 
 
 def state_of_cluster(reference: str) -> tuple[Controls, dict[str, Cluster]]:
-    """The state on a cluster that a plan names, and the clusters to offer beside the shipped kinds.
+    """Return the state on a cluster that a plan names, and the clusters to offer beside the shipped kinds.
 
     Raises ClusterError for a reference that cannot be read.
     """

@@ -1,7 +1,8 @@
-"""Searches in the background: one at a time, with progress; each can be stopped.
+"""Searches in the background, one at a time, with progress, each stoppable; and the refusal of foreign requests.
 
-A search runs in its own thread with its own cost model; the page polls its progress. It stops where the planner
-reports progress, so within a fraction of a second for models of some hundred layers.
+A search runs in its own thread with its own cost model; the page polls its progress. It stops where the planner reports
+progress, so within a fraction of a second for models of some hundred layers. `check_request` and `check_post` refuse
+all requests except those of a page that this server sent.
 """
 
 from __future__ import annotations
@@ -21,17 +22,6 @@ from meshwright.spec import Graph, MeshwrightError, Plan, PlaygroundError, Recom
 from meshwright.spec.recompute import name_recompute
 from meshwright.spec.schedules import BASIC_SCHEDULES
 
-# Refuse all requests except those of a page that this server sent.
-#
-# The server listens on 127.0.0.1, but any page that is open in the user's browser can send requests there, and a
-# foreign name can be made to resolve to it (DNS rebinding). Therefore
-#
-# - ``Host`` must be this server by its own address or ``localhost``;
-# - ``Sec-Fetch-Site``, if the browser sends it, must not name another site, except for the page itself;
-# - a POST must name this server as its ``Origin`` and carry JSON of a known, small length.
-#
-# Answers have the headers of all pages that are served (`report.page.SERVED_HEADERS`).
-
 # A request contains two links and some numbers.
 MAX_BODY_BYTES = 64 * 1024
 
@@ -44,6 +34,14 @@ class RefusedError(Exception):
         self.status = status
 
 
+# The server listens on 127.0.0.1, but any page that is open in the user's browser can send requests there, and a
+# foreign name can be made to resolve to it (DNS rebinding). Therefore
+#
+# - ``Host`` must be this server by its own address or ``localhost``;
+# - ``Sec-Fetch-Site``, if the browser sends it, must not name another site, except for the page itself;
+# - a POST must name this server as its ``Origin`` and carry JSON of a known, small length.
+#
+# Answers have the headers of all pages that are served (`report.page.SERVED_HEADERS`).
 def check_request(headers: Message, port: int, *, is_page: bool) -> None:
     """Raise RefusedError for a request to another host or from another site; ``is_page``: links to it are allowed."""
     hosts = headers.get_all("Host", [])
@@ -55,7 +53,7 @@ def check_request(headers: Message, port: int, *, is_page: bool) -> None:
 
 
 def check_post(headers: Message, port: int) -> int:
-    """The length of a POST's body; raises RefusedError unless it is JSON from this server's own page."""
+    """Return the length of a POST's body; raises RefusedError unless it is JSON from this server's own page."""
     origin = headers.get("Origin", "")
     if origin.lower() not in {f"http://{name}" for name in _names(port)}:
         raise RefusedError(403, "Only the page of this server may send requests.")
@@ -105,7 +103,7 @@ class SearchJob:
         """Searches report no metrics."""
 
     def report(self) -> Row:
-        """The progress: ``status`` running, done, failed or stopped; rows of plans when done."""
+        """Return the progress: ``status`` running, done, failed or stopped; rows of plans when done."""
         return self._report
 
     def stop(self, timeout_s: float = 0.0) -> None:
@@ -181,7 +179,7 @@ class Searches:
             return self._job.report()
 
     def report(self, number: int) -> Row:
-        """The progress of a search. Raises PlaygroundError for one that was replaced."""
+        """Return the progress of a search. Raises PlaygroundError for one that was replaced."""
         return self._find(number).report()
 
     def stop(self, number: int) -> Row:

@@ -29,10 +29,10 @@ _MIB = 2**20
 
 
 def state_of_plan(plan: Plan, state: Controls, graph: Graph | None = None) -> Controls:
-    """The state that shows a plan on the cluster and in the scenario of ``state``.
+    """Return the state that shows a plan on the cluster and in the scenario of ``state``.
 
-    If it `Controls.needs_plan`, the workbench must know the plan (`Workbench.open_plan`). With the ``graph``,
-    recompute is named by its word.
+    If it `Controls.needs_plan`, the workbench must know the plan (`Workbench.open_plan`). With the ``graph``, recompute
+    is named by its word.
     """
     layout, num_chunks, replicas = _layout_of(plan)
     again = Recompute(plan.recompute, plan.keeps)
@@ -81,7 +81,7 @@ def describe_given(state: Controls, given: Plan | None) -> str:
 
 
 def plan_key(plan: Plan) -> str:
-    """A short name for a plan, by its content."""
+    """Return a short name for a plan, by its content."""
     return source_hash(dump_json(encode_document(plan)).encode())
 
 

@@ -51,7 +51,7 @@ _MIB = 2**20
 
 
 def check_shape(state: Controls, num_layers: int, num_devices: int, given: Plan | None = None) -> tuple[int, ...]:
-    """Replicas of each pipeline position (a stage, or all stages of a rank).
+    """Return replicas of each pipeline position (a stage, or all stages of a rank).
 
     Raises PlanError with a remedy if stages, replicas or cuts are impossible.
     """
@@ -111,7 +111,10 @@ def make_plan(
     *,
     rewritten: str = "",
 ) -> Plan:
-    """The plan of a state with these cuts; ``given`` is the opened one. Raises PlanError for an impossible state."""
+    """Return the plan of a state with these cuts; ``given`` is the opened one.
+
+    Raises PlanError for an impossible state.
+    """
     replicas = check_shape(state, len(graph.layers), base.num_ranks, given)
     bounds = tuple(pairwise((0, *cuts, len(graph.layers))))
     as_given = state.layout == AS_PLANNED and given is not None
@@ -158,7 +161,7 @@ def make_plan(
 
 
 def workload_of(state: Controls, graph: Graph | None = None, given: Plan | None = None) -> Workload:
-    """The workload of the state, for which its graph was captured."""
+    """Return the workload of the state, for which its graph was captured."""
     optimizer = Optimizer.named(state.optimizer)
     if given is not None and given.workload.optimizer.option == state.optimizer:
         optimizer = given.workload.optimizer
@@ -214,7 +217,7 @@ def deal_of(schedule: str) -> str:
 def deal_out(
     name: LayoutName, deal: str, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]
 ) -> tuple[StagePlan, ...]:
-    """Stages of these layers on the ranks of the pipeline positions, as the schedule assigns them."""
+    """Return stages of these layers on the ranks of the pipeline positions, as the schedule assigns them."""
     size, count = len(replicas), len(bounds)
     layout = Layout(name=name, num_ranks=sum(replicas), num_stages=size)
     if deal == "single":

@@ -1,4 +1,4 @@
-"""What each path answers: the playground without HTTP.
+"""What each path answers: the playground without HTTP; its answers as plain JSON, its files, and turns of computation.
 
 GET   /  /playground.js ...      the page and its files
       /options                   what the controls offer
@@ -57,21 +57,23 @@ from meshwright.spec.recompute import RECOMPUTE_NAMES
 from meshwright.spec.schedules import SCHEDULE_NAMES
 from meshwright.spec.workload import OptimizerName
 
-# What the page receives: an answer as plain JSON, its files, and what to change in a state that does not work.
-#
-# status "fits", "too large" (simulated, but memory does not suffice), "impossible" (no plan) message what is wrong and
-# what to change; empty if nothing is wrong query the state, every value written out: the link figures the headline
-# numbers, each with its unit in the name document the page document that `meshwright.report.page` draws carried the
-# parts that the state takes from the opened plan, in words layers names and seconds of the layers, the cuts and the
-# balanced cuts, for the bar that moves cuts pinned figures of the pinned state, its link, and the difference in words
-
 Row = dict[str, Any]
 
 NEVER_FLUSHES = "The schedule is asynchronous; the step time is that of a step while the pipeline is full."
 
 
+# The fields of an answer:
+#
+#     status    "fits", "too large" (simulated, but memory does not suffice), "impossible" (no plan)
+#     message   what is wrong and what to change; empty if nothing is wrong
+#     query     the state, every value written out: the link
+#     figures   the headline numbers, each with its unit in the name
+#     document  the page document that `meshwright.report.page` draws
+#     carried   the parts that the state takes from the opened plan, in words
+#     layers    names and seconds of the layers, the cuts and the balanced cuts, for the bar that moves cuts
+#     pinned    figures of the pinned state, its link, and the difference in words
 def answer_data(answer: StateResult) -> Row:
-    """The answer to a state, for the page."""
+    """Return the answer to a state, for the page."""
     ranked = answer.ranked
     return {
         "status": "fits" if ranked.fits else "too large",
@@ -91,7 +93,7 @@ def answer_data(answer: StateResult) -> Row:
 
 
 def answer_figures(answer: StateResult) -> Row:
-    """The headline numbers, of all devices and of one."""
+    """Return the headline numbers, of all devices and of one."""
     ranked, plan = answer.ranked, answer.plan
     tokens_per_s = ranked.tokens_per_s
     return {
@@ -104,7 +106,7 @@ def answer_figures(answer: StateResult) -> Row:
 
 
 def interval_data(interval: StepInterval) -> Row:
-    """The ends of the step time's interval, and their meaning."""
+    """Return the ends of the step time's interval, and their meaning."""
     return {
         "status": "interval",
         "low_s": interval.low_s,
@@ -114,12 +116,12 @@ def interval_data(interval: StepInterval) -> Row:
 
 
 def impossible_data(state: Controls, message: str) -> Row:
-    """The answer to a state that has no plan."""
+    """Return the answer to a state that has no plan."""
     return {"status": "impossible", "message": message, "query": to_query(state)}
 
 
 def pinned_data(answer: StateResult, pinned: StateResult) -> Row:
-    """The pinned state beside the shown one."""
+    """Return the pinned state beside the shown one."""
     return {
         "query": to_query(pinned.state),
         "words": summarise(pinned.plan),
@@ -129,7 +131,7 @@ def pinned_data(answer: StateResult, pinned: StateResult) -> Row:
 
 
 def answer_document(answer: StateResult, *, deflate: bool = True) -> Row:
-    """The page document of an answer: what the playground draws, and what its report contains."""
+    """Return the page document of an answer: what the playground draws, and what its report contains."""
     scenario = describe_scenario(scenario_of(answer.state))
     seen, plan = answer.seen, answer.plan
     remarks = (
@@ -150,7 +152,7 @@ def answer_document(answer: StateResult, *, deflate: bool = True) -> Row:
 
 
 def explain_excess(answer: StateResult) -> str:
-    """Which rank needs too much memory, its largest part, and what would reduce it."""
+    """Return which rank needs too much memory, its largest part, and what would reduce it."""
     ranked, state = answer.ranked, answer.state
     rank = ranked.fullest_rank
     changes = []
@@ -364,7 +366,7 @@ SCRIPTS = ("controls.js", "cuts.js", "figures.js", "search.js", "playground.js")
 
 @cache
 def read_asset(path: str) -> tuple[str, bytes] | None:
-    """Type and content of a file of the page; None for any other path."""
+    """Return type and content of a file of the page; None for any other path."""
     match path:
         case "/":
             return _HTML, _read("playground.html").encode()

@@ -118,7 +118,7 @@ class Workbench:
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {name: OrderedDict() for name in _MAX_KEPT}
 
     def open_plan(self, plan: Plan, state: Controls, graph: Graph | None = None) -> Controls:
-        """The state that shows a plan on the cluster and in the scenario of ``state``; the plan is kept for it."""
+        """Return the state that shows a plan on the cluster and in the scenario of ``state``, and keep the plan."""
         key = plan_key(plan)
         self._plans[key] = plan
         self._opened_on[key] = _machines(state)
@@ -128,7 +128,7 @@ class Workbench:
         return replace(state_of_plan(plan, state, graph), given=key)
 
     def given_of(self, state: Controls) -> Plan | None:
-        """The opened plan that a state names.
+        """Return the opened plan that a state names.
 
         Raises PlaygroundError if the state needs a plan that was not opened here.
         """
@@ -161,11 +161,11 @@ class Workbench:
         return graph, base, cost.cluster, cost
 
     def graphs_of(self, state: Controls) -> Callable[[int], Graph]:
-        """The graph of a state's model by microbatch size."""
+        """Return the graph of a state's model by microbatch size."""
         return self._keep("model", state.model, self._model(state).open)
 
     def sizes_of(self, state: Controls) -> tuple[tuple[str, int], ...]:
-        """The sizes that plans for a state's model note."""
+        """Return the sizes that plans for a state's model note."""
         return self._model(state).sizes
 
     def _model(self, state: Controls) -> OfferedModel:
@@ -260,12 +260,12 @@ _TOLERANCE = 1e-9
 
 
 def layer_seconds(graph: Graph, microbatch_size: int, kind: DeviceKind, cost: CostModel) -> NDArray[np.float64]:
-    """Seconds of forward and backward of one microbatch, per layer."""
+    """Return seconds of forward and backward of one microbatch, per layer."""
     return cost.estimate_ops(graph, microbatch_size, kind).layers_s(graph, first=True)
 
 
 def balanced_cuts(seconds: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:
-    """The first layers of all stages but the first; needs 1 <= num_stages <= layers."""
+    """Return the first layers of all stages but the first; needs 1 <= num_stages <= layers."""
     edges = np.concatenate([[0.0], np.cumsum(seconds)])
     # weight[i, j] = seconds of layers i:j; infinite where i >= j, for every stage has a layer.
     weight = np.where(np.tri(len(edges), dtype=bool).T, edges[None, :] - edges[:, None], np.inf)

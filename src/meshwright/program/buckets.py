@@ -1,4 +1,4 @@
-"""Gradient buckets: which gradients are summed together, over which ranks, and in which order.
+"""Gradient buckets (`gradient_buckets`): which gradients are summed together, over which ranks; parts (`cut_parts`).
 
 A parameter is summed over all ranks that hold it: the replicas of its stage, and for a tied parameter the replicas of
 every stage that uses it; of a placement, the ranks that compute with it. Parameters with the same holders share buckets
@@ -133,20 +133,20 @@ def cut_pieces(sizes: Sequence[int], place: int, count: int) -> tuple[range, ...
 
 
 def num_bucket_copies(plan: Plan | Placement) -> int:
-    """Buffers for the buckets of a stage: one, or with waves one being filled, one being summed, and D waiting."""
+    """Return the number of buffers for the buckets of a stage.
+
+    One, or with waves one that is filled, one that is summed, and D that wait.
+    """
     return 2 + plan.exchange.staleness if isinstance(plan, Plan) and plan.schedule == WAVES else 1
 
-
-# The parts of a gradient exchange and their order: whole buckets or pieces, as they become ready or in a sequence.
-#
-# A bucket of n elements is cut into ⌈n / s⌉ parts of nearly equal size, where s elements (at least one) fit into the
-# plan's ``partition_bytes``. Parts are numbered in the order of the buckets. They are sent in the plan's ``sequence``,
-# by default in the order of their numbers; every rank skips those that it does not hold, so that all ranks reach the
-# collectives in one order.
 
 Ids = NDArray[np.int64]
 
 
+# A bucket of n elements is cut into ⌈n / s⌉ parts of nearly equal size, where s elements (at least one) fit into the
+# plan's ``partition_bytes``. Parts are numbered in the order of the buckets. They are sent, as whole buckets or pieces,
+# in the plan's ``sequence``, by default in the order of their numbers. Every rank skips those that it does not hold, so
+# that all ranks reach the collectives in one order.
 class Parts(NamedTuple):
     """Columns of shape (parts,): bucket, first and last element, bytes, and place in the sequence of each part.
 
@@ -233,7 +233,7 @@ def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
 
 
 def parts_of(parts: Parts, buckets: Ids) -> tuple[Ids, Ids]:
-    """For buckets of shape (n,): return all of their parts, concatenated, and the index of each part's bucket."""
+    """Return, for buckets of shape (n,), all of their parts, concatenated, and the index of each part's bucket."""
     counts = np.diff(parts.offsets)[buckets]
     row = np.repeat(np.arange(len(buckets)), counts)
     first = np.cumsum(counts) - counts

@@ -1,8 +1,9 @@
-"""Plan → Program: the order of the schedule, completed by transfers, gradient reduction and the optimizer.
+"""Plan → Program (`build_program`): the schedule's order, with transfers, gradient reduction and the optimizer.
 
 For each rank: `compute` runs the schedule's computations and, at the end, the optimizer; `send` and `receive` move the
 tensors that cross between stages on different ranks (`spec.slices` finds them, `stage_transfers` decides when);
-`exchange` sums gradients.
+`exchange` sums gradients. `repeat_body` repeats the body, `reach_across` lets the gradient reduction of one step
+overlap the next.
 
 The input pipeline is a bounded queue: each rank that reads inputs of the graph has a loader, which fills a queue of
 depth q with one microbatch after the other. The loader works asynchronously, at its own rate, until the queue is full:
@@ -53,8 +54,6 @@ from meshwright.spec import (
 )
 from meshwright.spec.instructions import UPDATES
 
-# Repeat a program's body as one section: increase microbatches and versions, and resolve late waits.
-
 Ids = NDArray[np.int64]
 
 
@@ -73,7 +72,10 @@ class Repeated:
 
 
 def repeat_body(program: Program, num_steps: int) -> Repeated:
-    """Return prologue, ``num_steps`` repetitions of the body, and epilogue as one section."""
+    """Return prologue, ``num_steps`` repetitions of the body, and epilogue as one section.
+
+    Microbatches and versions increase with each repetition; late waits are resolved.
+    """
     made = [section for _, section in program.sections()]
     which = [0, *[1] * num_steps, 2]
     steps = [0, *range(num_steps), num_steps - 1]
@@ -148,16 +150,12 @@ def _joins(parts: list[Section], new: list[Ids]) -> dict[str, Any]:
     return {"join_instruction": joins[order], "join_need": np.concatenate([part.join_need for part in parts])[order]}
 
 
-# Let the gradient reduction of one step overlap the next: every stage is updated just before its next forward.
-#
 # In a synchronous program, all sums are awaited at the end of a step. ByteScheduler crosses that barrier: the next
 # forward of a layer waits for the parameters of that layer alone. Here each optimizer step moves before the first
 # forward of its stage in the next step, and has late waits for the sums of the step before. So the first step is a
 # prologue without updates, and an epilogue makes the last updates; one repetition of the body is one step, from update
 # to backward. Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration" (SOSP
 # 2019), section 3.3.
-
-
 def reach_across(program: Program) -> Program:
     """Return the program with its updates moved across the barrier between steps; unchanged if it has no updates."""
     body = program.body

@@ -1,4 +1,7 @@
-"""The builder of programs: instructions come in any order, one by one or in bulk; `build` puts streams in order."""
+"""The builder of programs (`ProgramBuilder`): instructions come in any order; `build` puts the streams in order.
+
+`sort_chunks` sorts instructions into streams, `deal_waits` distributes their waits.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from meshwright.compiled import compiled
 from meshwright.spec import Instruction, Program, ProgramError, Receive, Section, Stream, empty_section
 from meshwright.spec.instructions import STREAM_NAMES, StreamName, instruction_row
-
-# Sort instructions from the order in which they came into streams: move columns, and distribute waits.
-#
-# Instructions come in chunks, and a chunk consists of pieces: runs of instructions of one stream. So few numbers
-# describe where everything goes, and columns are moved piece by piece.
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
@@ -38,6 +36,8 @@ class InstructionRows(NamedTuple):
 _TYPES: tuple[type[np.generic], ...] = (np.int8, np.int32, np.int32, np.int32, np.int32, np.int64, np.int32)
 
 
+# Instructions come in chunks, and a chunk consists of pieces: runs of instructions of one stream. So few numbers
+# describe where everything goes, and columns are moved piece by piece.
 class Chunk(NamedTuple):
     """Instructions that came together; piece k has ``lengths[k]`` of them, of the stream ``keys[k]``.
 
@@ -109,8 +109,6 @@ def deal_waits(position: Column, waits: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids
 
 
 # Elements are copied one by one: slices take seconds to compile, for their check of shapes.
-
-
 @compiled
 def _copy(lengths: Ids, places: Ids, given: InstructionRows, made: InstructionRows) -> None:
     given_opcode, given_stage, given_microbatch, given_version, given_peer, given_bytes, given_group = given

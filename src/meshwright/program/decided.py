@@ -1,8 +1,9 @@
-"""A finished controlled run as an ordinary program: issued instructions are in its streams, after the program's own.
+"""A finished controlled run as an ordinary program (`decided_program`); a controller's checked answer (`read_answer`).
 
-That nothing begins before its decision becomes a wait. A decision is made when a watched instruction h
-ends, so the first instruction of the decision in each stream also waits for h. A join that needs k of n waits must not
-count h among the k: it gets h n - k + 1 times and needs n + 1, which it has when h and k of the others have happened.
+Issued instructions are in the program's streams, after its own. That nothing begins before its decision becomes a wait.
+A decision is made when a watched instruction h ends, so the first instruction of the decision in each stream also waits
+for h. A join that needs k of n waits must not count h among the k: it gets h n - k + 1 times and needs n + 1, which it
+has when h and k of the others have happened.
 """
 
 from __future__ import annotations
@@ -19,10 +20,6 @@ from meshwright.spec.control import Decision, Ended, Issue, Rang, Timer
 from meshwright.spec.decision_log import EVENTS, DecisionLog
 from meshwright.spec.instructions import INSTRUCTIONS, STREAM_NAMES, StreamName
 
-# Check that a controller's answer is a decision: its types, numbers that its log can hold, and streams of its issues.
-#
-# `issuing` checks the issues against each other and the program.
-
 # The stream of each class of instructions, and its numeric fields.
 _STREAMS: dict[type, StreamName] = {row.view: row.stream for row in INSTRUCTIONS.values()}
 _NUMBERS = {kind: tuple(field.name for field in fields(kind) if field.name != "payload") for kind in _STREAMS}
@@ -30,6 +27,8 @@ _NUMBERS = {kind: tuple(field.name for field in fields(kind) if field.name != "p
 _MOST, _MOST_WIDE = 2**31 - 1, 2**63 - 2
 
 
+# Checked are its types, numbers that its log can hold, and streams of its issues. `issuing` checks the issues against
+# each other and the program.
 def read_answer(answer: Any) -> tuple[Any, Decision]:
     """Split the result of `Controller.decide` into state and decision. Raises ProgramError if it is something else."""
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Decision)):

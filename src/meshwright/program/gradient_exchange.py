@@ -1,6 +1,8 @@
-"""Gradient sums and updates of a synchronous program: what follows the last backward of each stage.
+"""Gradient sums and updates of a synchronous program: what follows the last backward of each stage (`append_exchange`).
 
-    sums     after the last backward of a stage, or with overlap inside it, its buckets are summed, whole or in parts
+    sums     after the last backward of a stage, or with overlap inside it, its buckets are summed, whole or in parts:
+             by collectives, in two levels (`append_hierarchical`, `append_hybrid`), or by parameter servers
+             (`append_servers`)
     agreed   then all ranks all-reduce single numbers: the norm of all gradients, whether one is infinite
     steps    every stage is updated
     back     with a sharded optimizer, sums were scattered and a step updated the rank's shard, so parameters are
@@ -26,20 +28,6 @@ from meshwright.spec import GradientExchange, Graph, Opcode, PlanError, StageSli
 from meshwright.spec.instructions import StreamName
 from meshwright.spec.precision import Numbers
 
-# Gradient sums by parameter servers: every rank pushes its parts to the servers that hold them, and pulls the sums.
-#
-# A server adds up a part when all ranks have pushed it, and replies to each of them; a part on its own rank is not
-# sent. Ranks then make their optimizer steps, as with any other sum. Servers may be ranks that train, or machines of
-# their own. Each part goes to the server with the least load relative to its share. With n training ranks, all of which
-# serve, and k further machines, shares are those of BytePS, which keep every network card busy in both directions until
-# the end:
-#
-#     a machine of its own   2 (n - 1) / (n² + k n - 2 k)          a rank that trains   (n - k) / (n² + k n - 2 k)
-#
-# Otherwise shares are equal. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI
-# 2014); Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
-# Clusters" (OSDI 2020), section 4.1.
-
 Ids = NDArray[np.int64]
 
 # Most connections to one server. Senders share links, so a server with twice the bytes needs twice the connections.
@@ -48,6 +36,17 @@ MAX_CONNECTIONS = 16
 _NEAR = 0.1
 
 
+# Every rank pushes its parts to the servers that hold them, and pulls the sums. A server adds up a part when all ranks
+# have pushed it, and replies to each of them; a part on its own rank is not sent. Ranks then make their optimizer
+# steps, as with any other sum. Servers may be ranks that train, or machines of their own. Each part goes to the server
+# with the least load relative to its share. With n training ranks, all of which serve, and k further machines, shares
+# are those of BytePS, which keep every network card busy in both directions until the end:
+#
+#     a machine of its own   2 (n - 1) / (n² + k n - 2 k)          a rank that trains   (n - k) / (n² + k n - 2 k)
+#
+# Otherwise shares are equal. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI
+# 2014); Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
+# Clusters" (OSDI 2020), section 4.1.
 def server_shares(num_training: int, servers: tuple[int, ...]) -> NDArray[np.float64]:
     """Return the share of each server of all bytes, shape (servers,); ranks 0 to ``num_training`` - 1 train."""
     n, k = num_training, sum(server >= num_training for server in servers)
@@ -69,7 +68,7 @@ def assign_parts(num_bytes: Ids, shares: NDArray[np.float64]) -> Ids:
 
 
 def append_servers(builder: ProgramBuilder, rows: PartRows, num_training: int, exchange: GradientExchange) -> Ids:
-    """Append pushes, sums and pulls; return, for each row, the handle at which its rank has the sum.
+    """Append pushes, sums and pulls of parameter servers; return the handle of each row's sum on its rank.
 
     With credit, a rank pushes a part when the sums of all but that many bytes before it have arrived.
     """
@@ -165,20 +164,14 @@ def _wait_for_credit(builder: ProgramBuilder, rows: PartRows, pushes: Ids, pulls
                 builder.wait(int(pushes[own[i]]), int(pulls[own[j]]))
 
 
-# Sums in two levels: scattered inside groups of ranks, summed across groups, gathered inside.
-#
-# With r ranks of a bucket in each group, a part of b bytes is first reduce-scattered among the r; the l-th of them sums
-# its b / r with the l-th ranks of the other groups, all r at once.
+# Sums in two levels: with r ranks of a bucket in each group, a part of b bytes is first reduce-scattered among the r;
+# the l-th of them sums its b / r with the l-th ranks of the other groups, all r at once.
 #
 #     hierarchical   groups are nodes, and each gathers at once. Each of the three collectives has a lane of the
-#                    exchange
-#                    stream of its own, so that one part crosses nodes while others move inside. Where ranks share
-#                    network
-#                    cards, their transfers queue there
+#                    exchange stream of its own, so that one part crosses nodes while others move inside. Where ranks
+#                    share network cards, their transfers queue there
 #     hybrid         groups are those that shard states (`GradientExchange.shard_size`), which gather parameters after
 #                    the update. Sums across groups have a lane of their own, too: each follows its scatter
-
-
 def append_hierarchical(builder: ProgramBuilder, rows: PartRows, buckets: tuple[Bucket, ...], node_size: int) -> Ids:
     """Append the three collectives of each row; return the handle at which each row's rank has the sum.
 
@@ -285,9 +278,10 @@ class SeatMap(NamedTuple):
 
 
 class ExchangeHandles(NamedTuple):
-    """Handles of an exchange: of the sums (rows,), of the steps (seats,; -1 for none), and of the agreements.
+    """Handles of the instructions of an exchange.
 
-    ``agreed`` has handles of shape (ranks,) for each number on which all ranks agree.
+    ``sums``: of the gradient sums, shape (rows,). ``steps``: of the optimizer steps, shape (seats,), -1 for none.
+    ``agreed``: for each number on which all ranks agree, shape (ranks,).
     """
 
     seats: ExchangeSeats

@@ -1,7 +1,8 @@
-"""Updates of a plan whose optimizer is not on the device: copy down, step on the host, copy up, piece by piece.
+"""Offload in a program: copies of activations, updates of an optimizer that is not on the device, bytes on the host.
 
-A piece is a part of a bucket that is summed, or a bucket's worth of parameters that are in no bucket. For each piece,
-on every rank that holds it,
+`append_saved` copies activations. `append_host_steps` appends updates: copy down, step on the host, copy up, piece by
+piece. `count_host_needs` counts bytes. A piece is a part of a bucket that is summed, or a bucket's worth of parameters
+that are in no bucket. For each piece, on every rank that holds it,
 
     copy down   the gradients, or the rank's shard of them: when they are summed, or, if they are not summed, when the
                 last backward has made them
@@ -40,20 +41,6 @@ from meshwright.program.stage_transfers import Computations
 from meshwright.spec import Graph, Opcode, Plan, PlanError, StageSlice, slice_graph
 from meshwright.spec.instructions import StreamName
 
-# Copies of activations in a program: values that layers save for their backward go to the host and come back.
-#
-# For each microbatch, and each unit of a stage that copies something (`cost.memory.away`),
-#
-#     saved down  after the unit's forward, at the mark -1 - layer of the stage's forward
-#     saved up    prefetched when the stage's backward reaches the copying unit before it in backward order, at a mark
-#                 of
-#                 the backward named in the same way
-#
-# A forward ends when all of its copies have ended, so copies up need not wait for them. Copies in each direction have
-# one stream, together with those of gradients and parameters. The time that units wait for copies is inside forwards
-# and backwards (`simulator.saved_waits`). Bytes are those that the kernels of CPUs save, for which graphs are captured;
-# for other devices they are an estimate.
-
 
 def stage_away(graph: Graph, plan: Plan, stage: StageSlice) -> Away:
     """Return the activations of a stage that the program copies to the host; ``plan`` and ``graph`` are lowered."""
@@ -61,6 +48,16 @@ def stage_away(graph: Graph, plan: Plan, stage: StageSlice) -> Away:
     return find_away(kept, stage, plan.microbatch_size, plan.workload.float_bytes, "cpu")
 
 
+# For each microbatch, and each unit of a stage that copies values (`cost.memory.away`),
+#
+#     saved down  after the unit's forward, at the mark -1 - layer of the stage's forward
+#     saved up    prefetched when the stage's backward reaches the copying unit before it in backward order, at a mark
+#                 of the backward named in the same way
+#
+# A forward ends when all of its copies have ended, so copies up need not wait for them. Copies in each direction have
+# one stream, together with those of gradients and parameters. The time that units wait for copies is inside forwards
+# and backwards (`simulator.saved_waits`). Bytes are those that the kernels of CPUs save, for which graphs are captured;
+# for other devices they are an estimate.
 def append_saved(
     builder: ProgramBuilder,
     computations: Computations,
@@ -68,7 +65,10 @@ def append_saved(
     plan: Plan,
     graph: Graph,
 ) -> None:
-    """Append the copies of a step. Raises PlanError for backwards in two parts."""
+    """Append the copies of a step: values that layers save for their backward go to the host and come back.
+
+    Raises PlanError for backwards in two parts.
+    """
     if np.isin(computations.opcode, (Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)).any():
         raise PlanError(
             f"The plan keeps {plan.offload.describe()} under {plan.schedule}, whose backwards come in two parts, which "
@@ -321,19 +321,6 @@ def _own_bytes(piece: HostPiece, plan: Plan) -> int:
     return -(-piece.num_bytes // plan.exchange.num_parts(len(plan.stages[piece.stage].ranks)))
 
 
-# Host memory and drives of a rank, as predicted, and as a run allocates them.
-#
-# For each trained element of the rank's shard (all of them, if replicas do not shard states):
-#
-#     host     its gradient, and its parameter, which is copied up from the same place where there is a master weight;
-#              states where they are on the host, else those of `PIECES_AT_HAND` pieces; AdamW's counters
-#     drives   states
-#
-# With parameters on the host, all of them, even frozen ones, are there before a run begins, except those that stages
-# share, which are summed in buckets and stay on the devices. With activations on the host, the values that layers save
-# for each microbatch in flight are there (`cost.memory.away`).
-
-
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
     """Bytes of one rank on its host and on drives; ``resident_bytes`` of the host's are there before a run begins."""
@@ -343,6 +330,16 @@ class HostNeeds:
     resident_bytes: int = 0
 
 
+# As predicted, and as a run allocates them. For each trained element of the rank's shard (all of them, if replicas do
+# not shard states):
+#
+#     host     its gradient, and its parameter, which is copied up from the same place where there is a master weight;
+#              states where they are on the host, else those of `PIECES_AT_HAND` pieces; AdamW's counters
+#     drives   states
+#
+# With parameters on the host, all of them, even frozen ones, are there before a run begins, except those that stages
+# share, which are summed in buckets and stay on the devices. With activations on the host, the values that layers save
+# for each microbatch in flight are there (`cost.memory.away`).
 def count_host_needs(plan: Plan, graph: Graph, rank: int, device: Backend = "cpu") -> HostNeeds:
     """Return what a rank keeps in host memory and on drives; parameters shared by its stages count once.
 

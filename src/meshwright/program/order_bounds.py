@@ -1,4 +1,4 @@
-"""Lower bounds on the length of an order, for given stage times and memory limits.
+"""Orders with given stage times and memory limits: play them (`play`), improve them (`improve`), and bounds (`Bounds`).
 
 A rank starts after the head H of its stages, when the first microbatch can reach one of them. No order is shorter than
 
@@ -26,8 +26,6 @@ from meshwright.spec import Backward, BackwardInput, BackwardWeight, Forward, Op
 from meshwright.spec.instructions import Computation
 from meshwright.spec.own_code import order_file, split_reference
 
-# The order of one rank's computations, and the position of each in the user's own file.
-
 KINDS: dict[int, type[Computation]] = {
     Opcode.FORWARD: Forward,
     Opcode.BACKWARD: Backward,
@@ -38,7 +36,7 @@ KINDS: dict[int, type[Computation]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The computations of one rank, in order.
+    """The computations of one rank, in order, and the position of each in the user's own file.
 
     ``lines`` are the lines of the user's file where each is (empty for named schedules), ``places`` the number of the
     action in its line of a file of orders, from 1.
@@ -53,14 +51,14 @@ class Order:
         return len(self.columns)
 
     def item(self, place: int) -> Computation:
-        """Return the typed view of one computation."""
+        """Return one computation as a typed instruction."""
         columns = self.columns
         kind = KINDS[int(columns.opcode[place])]
         return kind(stage=int(columns.stage[place]), microbatch=int(columns.microbatch[place]))
 
     @property
     def items(self) -> tuple[Computation, ...]:
-        """All computations, typed."""
+        """Return all computations as typed instructions."""
         return tuple(self.item(place) for place in range(len(self)))
 
     def where(self, plan: Plan, place: int) -> str:
@@ -73,14 +71,6 @@ class Order:
         return f" ({path}:{self.lines[place]}{action})"
 
 
-# Play orders with given times in a compiled loop: when each computation starts, and whether memory suffices.
-#
-# A *seat* is a stage on one of its ranks; its microbatches are first, first + step, ... . The computations of all ranks
-# are concatenated as columns (opcode, stage, microbatch), rank r at ``offsets[r]:offsets[r + 1]``. A forward needs the
-# forwards of all stages that feed its own, a backward (or its part for inputs) the backwards of all that its own feeds,
-# each plus the time of the transfer between two ranks; a forward holds ``kept`` bytes until the part for weights (or
-# the whole backward) ends. Stages are numbered so that each feeds later ones only; in a chain each feeds the next.
-
 Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD, INPUT, WEIGHT = (
@@ -92,6 +82,12 @@ FORWARD, BACKWARD, INPUT, WEIGHT = (
 NEEDS, FEEDS = 0, 1
 
 
+# A *seat* is a stage on one of its ranks; its microbatches are first, first + step and so on. The computations of all
+# ranks are concatenated as columns (opcode, stage, microbatch), rank r at ``offsets[r]:offsets[r + 1]``. A forward
+# needs the forwards of all stages that feed its own, a backward (or its part for inputs) the backwards of all that its
+# own feeds, each plus the time of the transfer between two ranks; a forward holds ``kept`` bytes until the part for
+# weights (or the whole backward) ends. Stages are numbered so that each feeds later ones only; in a chain each feeds
+# the next.
 class OrderProblem(NamedTuple):
     """Seats rank by rank (rank r has ``seat_offsets[r]:seat_offsets[r + 1]``), times in ps, bytes.
 
@@ -172,7 +168,10 @@ def _arrival(problem: OrderProblem, done: Ints, kind: int, stage: int, microbatc
 
 @compiled
 def play(problem: OrderProblem, columns: Columns, start: Ints) -> int:
-    """Fill in when each computation starts; return when the last one ends, -1 if the ranks wait in a cycle."""
+    """Fill in when each computation starts; return when the last one ends, -1 if the ranks wait in a cycle.
+
+    The loop is compiled.
+    """
     num_ranks = len(columns.offsets) - 1
     done = np.full((2, len(problem.kept), problem.num_microbatches), -1, np.int64)
     place, free = columns.offsets[:-1].copy(), np.zeros(num_ranks, np.int64)
@@ -214,7 +213,7 @@ def play(problem: OrderProblem, columns: Columns, start: Ints) -> int:
 
 @compiled
 def fits(problem: OrderProblem, columns: Columns) -> bool:
-    """Whether every rank stays within its memory limit all the time."""
+    """Return whether every rank stays within its memory limit all the time."""
     for rank in range(len(columns.offsets) - 1):
         held = 0
         for i in range(columns.offsets[rank], columns.offsets[rank + 1]):
@@ -226,8 +225,6 @@ def fits(problem: OrderProblem, columns: Columns) -> bool:
                 held -= problem.kept[columns.stage[i]]
     return True
 
-
-# Improve an order: move computations on the critical path to earlier places on their rank.
 
 # Distances by which a computation is moved at once; small ones are drawn more often.
 _SHIFTS = (1, 1, 2, 3, 5, 8)

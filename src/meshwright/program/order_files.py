@@ -1,9 +1,9 @@
-"""Files of orders: assign their lines to ranks, check their rules, and write a plan's orders as such a file.
+"""Files of orders: read their actions (`parse_lines`), assign lines to ranks (`place_orders`), write orders.
 
 Line i is rank i, with microbatches numbered as in the plan; for a plan without replicas this is exactly the format of
-torch's pipelining. There, data parallelism is separate from the pipeline: for R identical pipelines, a
-file holds one. Line i is then the i-th rank of each of them, and microbatch k of the file is microbatch k·R + r of
-pipeline r. Both forms are read; a written file holds one pipeline if possible.
+torch's pipelining. There, data parallelism is separate from the pipeline: for R identical pipelines, a file holds one.
+Line i is then the i-th rank of each of them, and microbatch k of the file is microbatch k·R + r of pipeline r. Both
+forms are read; a written file holds one pipeline if possible.
 """
 
 from __future__ import annotations
@@ -26,20 +26,6 @@ from meshwright.program.schedules import local_microbatches
 from meshwright.program.schedules.seats import OrderColumns, gather_columns, make_columns
 from meshwright.spec import Opcode, Plan, PlanError, ScheduleError, ScheduleReferenceError, read_regular, suggest
 from meshwright.spec.own_code import MAX_SOURCE_BYTES
-
-# Orders in the format of torch.distributed.pipelining: one line per rank, its actions in order, separated by commas.
-#
-#     0F3                                     stage 0, forward, microbatch 3; B: a whole backward, I: its part for
-#                                             inputs,
-#                                             W: that for weights
-#     (0F3;1B2)OVERLAP_F_B                    a forward and a backward that run together
-#     0SEND_F3, 1RECV_F3, 1SEND_B3, 0RECV_B3  messages between ranks                          "compute_comms" only
-#     0UNSHARD, 0RESHARD, 0REDUCE_GRAD        gathers and sums of parameters, without number  the same
-#
-# An empty action is a step in which the rank is idle. Messages are checked and then omitted, because a program makes
-# its own (`stage_transfers`); the last three do nothing for stages whose parameters are not sharded, as in a plan.
-#
-# Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and `_PipelineScheduleRuntime._load_csv`.
 
 _LETTERS = {Opcode.FORWARD: "F", Opcode.BACKWARD: "B", Opcode.BACKWARD_INPUT: "I", Opcode.BACKWARD_WEIGHT: "W"}
 _OPCODES = {letter: opcode for opcode, letter in _LETTERS.items()}
@@ -71,6 +57,18 @@ class _Message(NamedTuple):
 _Key = tuple[str, int, int]
 
 
+# The format of torch.distributed.pipelining: one line per rank, its actions in order, separated by commas.
+#
+#     0F3                                     stage 0, forward, microbatch 3; B: a whole backward,
+#                                             I: its part for inputs, W: that for weights
+#     (0F3;1B2)OVERLAP_F_B                    a forward and a backward that run together
+#     0SEND_F3, 1RECV_F3, 1SEND_B3, 0RECV_B3  messages between ranks                          "compute_comms" only
+#     0UNSHARD, 0RESHARD, 0REDUCE_GRAD        gathers and sums of parameters, without number  the same
+#
+# An empty action is a step in which the rank is idle. Messages are checked and then omitted, because a program makes
+# its own (`stage_transfers`); the last three do nothing for stages whose parameters are not sharded, as in a plan.
+#
+# Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and `_PipelineScheduleRuntime._load_csv`.
 def parse_lines(content: bytes, path: Path) -> tuple[CsvLine, ...]:
     """Return the lines of a file, without messages. Raises ScheduleReferenceError with the line and the action."""
     found: list[CsvLine] = []

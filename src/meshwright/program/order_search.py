@@ -1,14 +1,13 @@
-"""Find a short order of computations for given stage times, within a memory limit on every rank.
+"""Find a short order of computations for given stage times, within a memory limit on every rank (`find_orders`).
 
 The model: stage s takes F, I and W for a forward, the part of a backward for inputs and that for weights. A forward
 needs those of all stages that feed its own, a backward those of all that its own feeds (`Plan.feeds`); a transfer to
-another rank takes C forwards and G backwards, without contention. A microbatch holds K bytes of a
-stage from the start of its forward to the end of its part for weights. The length of a step is the time from the first
-start to the last end on any rank.
+another rank takes C forwards and G backwards, without contention. A microbatch holds K bytes of a stage from the start
+of its forward to the end of its part for weights. The length of a step is the time from the first start to the last end
+on any rank.
 
-    greedy     a list scheduler in the manner of Qi et al. (Zero Bubble, ICLR 2024, section 3.1): forwards as far ahead
-               as allowed, backwards as soon as they can, weights in gaps. It is run for a grid of choices: how far
-               ahead (in round trips, or up to all memory), what goes first, which gaps are filled.
+    greedy     a list scheduler (`write_greedily`), run for a grid of choices: how far ahead (in round trips, or up to
+               all memory), what goes first, which gaps are filled
     improve    the best of them are improved by moving computations on the critical path
     named      every named schedule that supports the layout, where it fits: the result is never slower than these
     bound      no order can be shorter (`order_bounds`)
@@ -48,11 +47,6 @@ from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders
 from meshwright.program.schedules.seats import make_columns
 from meshwright.spec import Plan, PlanError
 
-# A greedy list scheduler: whenever a rank is free, a rule chooses what it computes next.
-#
-# In the manner of Qi et al. (Zero Bubble, ICLR 2024, section 3.1): forwards ahead as memory allows, backwards as soon
-# as they can, weights in the gaps. All ranks share one clock, so a rank knows which values will arrive when.
-
 _NEVER = 2**62
 
 
@@ -88,6 +82,9 @@ class _State(NamedTuple):
     held: Ints
 
 
+# Whenever a rank is free, a rule chooses what it computes next, in the manner of Qi et al. (Zero Bubble, ICLR 2024,
+# section 3.1): forwards ahead as memory allows, backwards as soon as they can, weights in the gaps. All ranks share one
+# clock, so a rank knows which values will arrive when.
 @compiled
 def write_greedily(problem: OrderProblem, cap: Ints, rule: GreedyRule, columns: Columns) -> int:
     """Write an order in which no rank holds more than ``cap`` bytes; return its length in ps, -1 if it gets stuck.
@@ -295,7 +292,7 @@ class FoundOrders:
 
     @property
     def gap(self) -> float:
-        """The relative excess of the length over the bound."""
+        """The excess of the length over the bound, as a share of the bound."""
         return self.length_ps / self.bound_ps - 1 if self.bound_ps else 0.0
 
 

@@ -1,7 +1,8 @@
-"""The rules for one rank's order: which computations may come next, checked one after the other.
+"""Two independent parts: rules for one rank's order (`RankRules`), and ByteScheduler's order of parts (`order_parts`).
 
-For each of the rank's stages, each of its microbatches runs once forward and once backward (whole, or first the part
-for inputs and later that for weights), the backward after its forward.
+The rules decide which computations may come next; they are checked one after the other. For each of the rank's stages,
+each of its microbatches runs once forward and once backward (whole, or first the part for inputs and later that for
+weights), the backward after its forward.
 """
 
 from __future__ import annotations
@@ -12,18 +13,6 @@ from dataclasses import dataclass
 
 from meshwright.spec import Opcode
 from meshwright.spec.instructions import COMPUTATIONS
-
-# Order the parts of a gradient exchange by priority: ByteScheduler's core, as a pure function.
-#
-# A part is ready at some moment, takes some time on the links that its group shares, and is the more urgent the nearer
-# to the input it is needed. While credit is left, the most urgent ready part is admitted and sent after those that were
-# admitted before; at its end it returns its bytes to the credit. No admitted part is overtaken, so
-#
-#     in flight ≤ max(credit, one part)
-#
-# A small credit lets urgent parts pass early, a large one keeps the links busy where starting takes time. One clock
-# decides for all ranks, so they reach the collectives in one order. Source: Peng et al. (SOSP 2019), sections 4.1 and
-# 4.2.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +27,16 @@ class ReadyPart:
     urgency: int
 
 
+# A part of a gradient exchange is ready at some moment, takes some time on the links that its group shares, and is the
+# more urgent the nearer to the input it is needed. While credit is left, the most urgent ready part is admitted and
+# sent after those that were admitted before; at its end it returns its bytes to the credit. No admitted part is
+# overtaken, so
+#
+#     in flight ≤ max(credit, one part)
+#
+# A small credit lets urgent parts pass early, a large one keeps the links busy where starting takes time. One clock
+# decides for all ranks, so they reach the collectives in one order. Source: Peng et al. (SOSP 2019), sections 4.1 and
+# 4.2.
 def order_parts(parts: Sequence[ReadyPart], credit_bytes: int) -> tuple[tuple[int, int], ...]:
     """Return (moment of admission, index) of every part of one group, in the order in which they are sent."""
     coming = sorted(parts, key=lambda part: (part.ready_ps, part.urgency))[::-1]
@@ -77,7 +76,7 @@ class RankRules:
         self._run: set[tuple[int, int, int]] = set()
 
     def knows(self, stage: int, microbatch: int) -> bool:
-        """Whether the rank computes this microbatch of this stage at all."""
+        """Return whether the rank computes this microbatch of this stage at all."""
         return microbatch in self.microbatches.get(stage, range(0))
 
     def expected(self) -> str:

@@ -1,7 +1,7 @@
-"""The messages between the stages of a plan, and their sends and receives in a program.
+"""The messages between the stages of a plan (`find_crossings`), and their sends and receives in a program.
 
-A channel between two stages (`spec.slices`) is a route forwards, and one backwards if gradients come back.
-First the messages: bytes and pair of ranks of each; then when each is sent and received.
+A channel between two stages (`spec.slices`) is a route forwards, and one backwards if gradients come back. First the
+messages: bytes and pair of ranks of each; then when each is sent and received (`lay_out_transfers`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,6 @@ from meshwright.cost.autocast import as_computed
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.schedules import RankOrders
 from meshwright.spec import Graph, Opcode, Placement, Plan, StageSlice, slice_graph
-
-# Lay out the transfers of all ranks as columns: what each computation sends and must have received, and its waits.
-#
-# Streams of a rank: `compute` in the order of its schedule, `send` in the order in which values are made, `receive` in
-# the order in which each sender sends (transports without tags deliver in this order). A receive is issued
-# `RECEIVE_LOOKAHEAD` computations before its consumer, so that its transfer overlaps with computation while few buffers
-# are held; where a later message of the same sender is needed earlier, everything before it is issued that early, too.
-# A value for a stage on the same rank is not sent, because the rank's order has its producer before its consumer.
-#
-# All loops are compiled: a pipeline of a trillion parameters has 200,000 instructions, and is laid out in milliseconds.
-# Sorting uses numpy, because numba's sorts take seconds to compile.
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
@@ -104,6 +93,14 @@ class Receives(NamedTuple):
     gate: Ids
 
 
+# Streams of a rank: `compute` in the order of its schedule, `send` in the order in which values are made, `receive` in
+# the order in which each sender sends (transports without tags deliver in this order). A receive is issued
+# `RECEIVE_LOOKAHEAD` computations before its consumer, so that its transfer overlaps with computation while few buffers
+# are held; where a later message of the same sender is needed earlier, everything before it is issued that early, too.
+# A value for a stage on the same rank is not sent, because the rank's order has its producer before its consumer.
+#
+# All loops are compiled: a pipeline of a trillion parameters has 200,000 instructions, and is laid out in milliseconds.
+# Sorting uses numpy, because numba's sorts take seconds to compile.
 def lay_out_transfers(computations: Computations, routes: StageRoutes) -> tuple[Sends, Receives]:
     """Return the sends and receives of all ranks, with what they wait for."""
     offsets = np.zeros((2, len(computations.offsets)), np.int64)

@@ -9,7 +9,8 @@
     batch        model.gpt-tiny        "", the median                     shapes: batch_size
                                        "", the samples' percentiles       shapes: batch_size, percentile (90, 99)
 
-Conditions stand in ``source``. A pass of no time has no row, but the forward, which is flagged ``noop`` then.
+Conditions are in ``source``. A pass of no time has no row, except the forward, which is then flagged ``noop``.
+`device_row` names the rows of single operators, whatever model has them.
 """
 
 from __future__ import annotations
@@ -34,23 +35,22 @@ if TYPE_CHECKING:
     Shapes = Sequence[Sequence[int]]
 
 
-# Rows of a table of a device: single operators, each alone on tensors of many sizes, whatever model has them.
-#
-#     products of matrices    matmul, sizes m, n, k; ``kernel`` says which of a layer's three it is (``aten.mm``,
-#                             ``aten.mm.dgrad``, ``aten.mm.wgrad``): their factors lie differently in memory
-#     other operators         ``aten.NAME``, the inputs that decide its traffic in the form of a captured op;
-#                             ``kernel``:
-#                             of many products at once ``nn``, or ``nt`` where the second factors are transposed
-#
-# Where they coincide, these are the rows of a trace of torch's profiler (`importing.read_records`).
-
 PRODUCTS = ("aten.mm", "aten.mm.dgrad", "aten.mm.wgrad")
 # Operators whose inputs of one dim are places in a table, or classes.
 _INDEXED = ("aten.embedding", "aten.embedding_dense_backward", "aten.nll_loss_forward", "aten.nll_loss_backward")
 
 
+# Single operators, each alone on tensors of many sizes:
+#
+#     products of matrices    matmul, sizes m, n, k; ``kernel`` says which of a layer's three it is (``aten.mm``,
+#                             ``aten.mm.dgrad``, ``aten.mm.wgrad``): their factors lie differently in memory
+#     other operators         ``aten.NAME``, the inputs that decide its traffic in the form of a captured op;
+#                             ``kernel`` of many products at once: ``nn``, or ``nt`` where the second factors are
+#                             transposed
+#
+# Where they coincide, these are the rows of a trace of torch's profiler (`importing.read_records`).
 def device_row(op: str, dtype: str, shapes: Shapes, kernel: str = "") -> Row:
-    """The columns ``op``, ``phase``, ``shapes``, ``dtype`` and ``kernel`` of an operator on inputs of these shapes."""
+    """Return columns ``op``, ``phase``, ``shapes``, ``dtype``, ``kernel`` of an operator on inputs of these shapes."""
     if op in PRODUCTS:
         (m, k), (_, n) = shapes
         return {"op": "matmul", "phase": "", "shapes": named_shapes(m=m, n=n, k=k), "dtype": dtype, "kernel": op}
@@ -59,7 +59,7 @@ def device_row(op: str, dtype: str, shapes: Shapes, kernel: str = "") -> Row:
 
 
 def read_device_row(op: str, shapes: str, kernel: str) -> tuple[str, tuple[tuple[int, ...], ...]] | None:
-    """(operator, shapes of its inputs) of a row that `device_row` made; None for every other row."""
+    """Return (operator, shapes of its inputs) of a row that `device_row` made; None for every other row."""
     if op == "matmul" and kernel in PRODUCTS:
         sizes = parse_sizes(shapes) or {}
         if sizes.keys() != {"m", "n", "k"}:
@@ -83,7 +83,7 @@ _TRANSFERS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 
 def from_measurements(table: Measurements) -> Records:
-    """The rows of a table of one device. Raises MeasurementError for figures that cannot be."""
+    """Return the rows of a table of one device. Raises MeasurementError for impossible figures."""
     rows = list(_rows(table))
     names = ("op", "phase", "shapes", "dtype", "seconds", "spread", "num_samples")
     return make_records(
@@ -243,7 +243,7 @@ def _group(num_bytes: int, num_ranks: int) -> str:
 
 
 def _split_key(key: str) -> tuple[str, str]:
-    """(op, what stands in its brackets) of a key; (key, nothing) if it is of another form."""
+    """(op, the text in its brackets) of a key; (key, "") if it has another form."""
     name, opened, rest = key.partition("(")
     return (name, rest[:-1]) if opened and "|" in rest and rest.endswith(")") else (key, "")
 

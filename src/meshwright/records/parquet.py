@@ -1,8 +1,9 @@
-"""Measurement tables as parquet files: one schema with a version, whole or not at all, within limits.
+"""Measurement tables as parquet files: one schema with a version, read and written as a whole, within limits.
 
 The columns are those of `Records`; a column more, less or of another type is an error, since a table in other units
 would look the same. Texts are stored as dictionaries, which makes repeated ones cheap. Pages carry checksums, which are
-compared where a file has them. Needs pyarrow (``meshwright[tables]``). Nothing of a file is executed.
+compared where a file has them. Needs pyarrow (``meshwright[tables]``). No content of a file is executed. `read_struct`
+and `measure_pages` find the unpacked size of a file before anything is unpacked.
 """
 
 from __future__ import annotations
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# Structs of Apache Thrift's compact protocol as plain data: what the heads of parquet files are written in.
-#
-#     field   =  (difference of ids << 4 | type) [id] value         integers: base 128, lowest first, zigzag
-#     list    =  (length << 4 | type) [length] values               texts: length and bytes
-#
-# Source: Apache Thrift, doc/specs/thrift-compact-protocol.md. Nothing is trusted: what cannot be is a ValueError, and
-# no value takes more memory than a small multiple of the bytes that it is read from.
-
 # A struct by the ids of its fields; numbers, truths, bytes, lists and structs. Doubles are passed over.
 Struct = dict[int, Any]
 
@@ -44,8 +37,15 @@ _INTEGERS = (4, 5, 6)
 _MAX_DEPTH = 12
 
 
+# Parquet's heads are structs of Apache Thrift's compact protocol:
+#
+#     field   =  (difference of ids << 4 | type) [id] value         integers: base 128, lowest first, zigzag
+#     list    =  (length << 4 | type) [length] values               texts: length and bytes
+#
+# Source: Apache Thrift, doc/specs/thrift-compact-protocol.md. Nothing is trusted: invalid content is a ValueError, and
+# no value takes more memory than a small multiple of the bytes that it is read from.
 def read_struct(content: bytes, place: int, depth: int = _MAX_DEPTH) -> tuple[Struct, int]:
-    """The struct that starts at a place, and where it ends. Raises ValueError."""
+    """Return the struct that starts at a place, as plain data, and where it ends. Raises ValueError."""
     fields: Struct = {}
     number = 0
     while (kind := _byte(content, place)) != _STOP:
@@ -108,18 +108,6 @@ def _byte(content: bytes, place: int) -> int:
     return content[place]
 
 
-# How many rows has a parquet file, and what do its pages unpack to? Found before anything is unpacked.
-#
-# A footer can say what it likes: a reader trusts the head of each page, and unpacks into buffers of the sizes that
-# these name. Hence the sum of these sizes bounds its memory, where values are stored whole. An encoding that stores a
-# text as a prefix of the previous one (DELTA_BYTE_ARRAY) can expand to any size; it is refused.
-#
-#     file   =  "PAR1", pages of columns, FileMetaData, its size in 4 bytes, "PAR1"
-#     pages of a column in a group of rows  =  (PageHeader, packed bytes), one after the other
-#
-# Source: Apache Parquet, src/main/thrift/parquet.thrift and Encodings.md. The footer is not asked of pyarrow: 26.0 ends
-# the process where the figures of a column are spoilt.
-
 _MAGIC = b"PAR1"
 # Thousands of columns in groups of rows, at some 200 bytes each.
 _MAX_FOOTER_BYTES = 4 * 2**20
@@ -138,8 +126,17 @@ _ENCODINGS, _VALUES = {_DATA: 2, _DICTIONARY: 2, _DATA_V2: 4}, 1
 _WHOLE = frozenset((0, 2, 3, 4, 5, 6, 8, 9))
 
 
+# A footer may contain false sizes: a reader trusts the head of each page, and unpacks into buffers of the sizes that
+# these name. Hence the sum of these sizes bounds its memory, where values are stored whole. An encoding that stores a
+# text as a prefix of the previous one (DELTA_BYTE_ARRAY) can expand to any size; it is refused.
+#
+#     file   =  "PAR1", pages of columns, FileMetaData, its size in 4 bytes, "PAR1"
+#     pages of a column in a group of rows  =  (PageHeader, packed bytes), one after the other
+#
+# Source: Apache Parquet, src/main/thrift/parquet.thrift and Encodings.md. pyarrow is not asked for the footer: version
+# 26.0 ends the process where the figures of a column are invalid.
 def measure_pages(content: bytes, names: Collection[str]) -> tuple[int, int]:
-    """The rows of a file, and the bytes that the pages of the named columns, which are flat, unpack to.
+    """Return the rows of a file, and the bytes that the pages of the named columns, which are flat, unpack to.
 
     Raises ValueError for a footer that cannot be read, or that the pages contradict, and for pages of unknown size.
     """
@@ -242,7 +239,7 @@ def read_records(path: Path | str) -> Records:
 
 
 def parse_schema(content: bytes, path: Path) -> pa.Schema:
-    """The columns of any parquet file, of which nothing is unpacked. Raises DocumentError."""
+    """Return the columns of any parquet file without unpacking it. Raises DocumentError."""
     if len(content) > MAX_FILE_BYTES:
         raise DocumentError(f"{path}: more than {MAX_FILE_BYTES} bytes, to which tables are limited. Split the table.")
     with _readable(path):
@@ -253,12 +250,12 @@ def parse_schema(content: bytes, path: Path) -> pa.Schema:
 
 
 def is_records(schema: pa.Schema) -> bool:
-    """Whether a parquet file says that it is a measurement table (of any version)."""
+    """Return whether a parquet file is marked as a measurement table (of any version)."""
     return _SCHEMA_KEY in (schema.metadata or {})
 
 
 def parse_records(content: bytes, path: Path) -> Records:
-    """The rows of a table; messages name ``path``. Raises DocumentError."""
+    """Return the rows of a table; messages name ``path``. Raises DocumentError."""
     schema = parse_schema(content, path)
     version = (schema.metadata or {}).get(_SCHEMA_KEY, b"").decode(errors="replace")
     if version != f"records/{SCHEMA_VERSION}":
@@ -275,7 +272,10 @@ def parse_records(content: bytes, path: Path) -> Records:
 
 
 def parse_columns(content: bytes, path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """The named columns of any parquet file within the limits. Raises DocumentError; pages must match their sums."""
+    """Return the named columns of any parquet file within the limits.
+
+    Raises DocumentError; pages must match their checksums.
+    """
     schema = parse_schema(content, path)
     with _readable(path):
         wanted = [schema.field(name) for name in names]

@@ -92,18 +92,18 @@ class Records:
         return len(self.seconds)
 
     def select(self, rows: Mask | Integers) -> Records:
-        """The rows where a mask of shape (n,) is true, or those of the given indices, in that order."""
+        """Return the rows where a mask of shape (n,) is true, or those of the given indices, in that order."""
         return Records(**{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def where(self, **values: str) -> Records:
-        """The rows whose text columns equal the given values: ``where(op="matmul", device="H100")``."""
+        """Return the rows whose text columns equal the given values: ``where(op="matmul", device="H100")``."""
         mask = np.ones(len(self), bool)
         for name, value in values.items():
             mask &= getattr(self, name) == value
         return self.select(mask)
 
     def size(self, name: str) -> Integers:
-        """The named integer of every row's shapes, shape (n,). Raises MeasurementError if a row has none."""
+        """Return the named integer of every row's shapes, shape (n,). Raises MeasurementError if a row has none."""
         found = {text: (parse_sizes(text) or {}).get(name) for text in set(self.shapes)}
         missing = sorted(text for text, size in found.items() if size is None)
         if missing:
@@ -111,18 +111,18 @@ class Records:
         return np.array([found[text] for text in self.shapes], np.int64)
 
     def has_flag(self, flag: str) -> Mask:
-        """Whether a row is flagged so, shape (n,)."""
+        """Return whether a row is flagged so, shape (n,)."""
         return _rows_where(self.flags, lambda text: flag in text.split(","))
 
     def row_hashes(self) -> NDArray[np.uint64]:
-        """A number for what each row says (identity and seconds), shape (n,); equal on every machine."""
+        """Return a number for what each row says (identity and seconds), shape (n,); equal on every machine."""
         columns = [getattr(self, name) for name in IDENTITY]
         rows = zip(*columns, self.seconds.tolist(), strict=True)
         digests = (hashlib.blake2b("\x1f".join((*row[:-1], repr(row[-1]))).encode(), digest_size=8) for row in rows)
         return np.array([int.from_bytes(digest.digest(), "little") for digest in digests], np.uint64)
 
     def contradictions(self) -> Integers:
-        """Rows that measure what another row measured, with other seconds: their indices, in order."""
+        """Return rows that measure what another row measured, with other seconds: their indices, in order."""
         seen: dict[tuple[str, ...], float] = {}
         pairs = zip(self._texts(IDENTITY), self.seconds.tolist(), strict=True)
         return np.array(
@@ -139,7 +139,7 @@ class Records:
 
 
 def make_records(**columns: ArrayLike) -> Records:
-    """Records from columns; a single value stands for all rows, and what is not given is empty or 0.
+    """Return records from columns; a single value stands for all rows, and what is not given is empty or 0.
 
     Raises MeasurementError as `Records` does, and for columns that do not exist or differ in length.
     """
@@ -159,7 +159,7 @@ def keep_sound(**columns: ArrayLike) -> tuple[Records, dict[str, int]]:
 
 
 def columns_of(rows: Iterable[Row], names: Iterable[str]) -> dict[str, list[Any]]:
-    """The named columns of rows that all have them, as `make_records` takes them."""
+    """Return the named columns of rows that all have them, as `make_records` takes them."""
     known = list(rows)
     return {name: [row[name] for row in known] for name in names}
 
@@ -171,19 +171,19 @@ def concat_records(parts: Iterable[Records]) -> Records:
 
 
 def merge_records(old: Records, new: Records) -> Records:
-    """The rows of both, without the old ones of things that were measured anew."""
+    """Return the rows of both, without the old ones of things that were measured anew."""
     renewed = set(new._texts(IDENTITY))
     kept = np.array([row not in renewed for row in old._texts(IDENTITY)], bool)
     return concat_records([old.select(kept), new])
 
 
 def named_shapes(**sizes: int) -> str:
-    """The text of named sizes: ``named_shapes(m=4, n=2)`` is ``m=4;n=2``."""
+    """Return the text of named sizes: ``named_shapes(m=4, n=2)`` is ``m=4;n=2``."""
     return ";".join(f"{name}={int(size)}" for name, size in sizes.items())
 
 
 def parse_sizes(shapes: str) -> dict[str, int] | None:
-    """The sizes that `named_shapes` wrote; none for a captured op's inputs, None for a text that is neither.
+    """Return the sizes that `named_shapes` wrote; none for a captured op's inputs, None for a text that is neither.
 
     A size that is named twice is neither.
     """
@@ -197,7 +197,10 @@ def parse_sizes(shapes: str) -> dict[str, int] | None:
 
 
 def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
-    """What can be wrong with a row, in words, and the rows that are so (each of shape (n,)). All columns are needed."""
+    """Return what can be wrong with a row, in words, and the rows that are so (each of shape (n,)).
+
+    All columns are needed.
+    """
     seconds, spread = columns["seconds"], columns["spread"]
     noop = _rows_where(columns["flags"], lambda text: "noop" in text.split(","))
     too_long = [_rows_where(columns[name], lambda text: len(text) > MAX_TEXT) for name in TEXTS]

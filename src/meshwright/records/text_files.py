@@ -1,4 +1,8 @@
-"""Tables of texts (CSV), and files that may be compressed (gzip), within limits that are checked while reading."""
+"""Tables of texts (CSV), files that may be compressed (gzip), and tables of measurements by their suffix.
+
+Limits are checked while reading. The suffix decides how measurements are read and written: a table of one device
+(``.json``), or of many (``.parquet``).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,6 @@ from meshwright.spec.parsing import MAX_DOCUMENT_BYTES
 if TYPE_CHECKING:
     from meshwright.spec import Cluster
 
-
-# Where measurements are read and written: a table of one device (``.json``), or of many (``.parquet``).
-#
-# The suffix decides. Of a table of many devices a cluster takes its own kind; what is written renews the rows of the
-# same things and keeps all others.
 
 _PARQUET, _JSON = ".parquet", ".json"
 
@@ -46,6 +45,8 @@ def load_measurements(path: Path | str, cluster: Cluster) -> Measurements:
     return to_measurements(records, found[0])
 
 
+# Of a table of many devices a cluster takes its own kind. Written rows replace those of the same things; all others
+# stay.
 def save_measurements(table: Measurements, path: Path | str) -> Path:
     """Write a table of one device; in a file of many devices its rows are renewed and all others kept."""
     path = Path(path)
@@ -64,7 +65,7 @@ def check_table_place(path: Path | str, *, of_many: bool = False) -> None:
 
 
 def add_records(records: Records, path: Path | str) -> Path:
-    """Write rows into a table of many devices, which is made if it is not there. Raises DocumentError."""
+    """Write rows into a table of many devices, which is created if it does not exist. Raises DocumentError."""
     path = Path(path)
     known = _known_records(path)
     from meshwright.records.parquet import write_records  # noqa: PLC0415
@@ -85,7 +86,7 @@ def _known_records(path: Path) -> Records | None:
 
 
 def read_records_at(path: Path) -> Records:
-    """A table of many devices. Raises DocumentError, ModuleNotFoundError without pyarrow."""
+    """Return a table of many devices. Raises DocumentError, ModuleNotFoundError without pyarrow."""
     from meshwright.records.parquet import read_records  # noqa: PLC0415
 
     return read_records(path)
@@ -107,7 +108,7 @@ _MAX_CELLS, _CELLS_PER_ROW = 15_000_000, 4
 
 
 def read_unpacked(path: Path) -> bytes:
-    """The content of a file that may be compressed. Raises DocumentError above the limit of documents."""
+    """Return the content of a file that may be compressed. Raises DocumentError above the limit of documents."""
     content = read_regular(path, MAX_DOCUMENT_BYTES + 1)
     if content.startswith(b"\x1f\x8b"):
         machine = zlib.decompressobj(wbits=31)
@@ -125,12 +126,12 @@ def read_unpacked(path: Path) -> bytes:
 
 
 def parse_csv(content: bytes, path: Path) -> list[Row]:
-    """The rows of a table by the names in its first line. Raises DocumentError for rows of other lengths."""
+    """Return the rows of a table by the names in its first line. Raises DocumentError for rows of other lengths."""
     return [row for _, row in number_rows(content, path)]
 
 
 def number_rows(content: bytes, path: Path) -> list[tuple[int, Row]]:
-    """As `parse_csv`, each row with the line on which it starts; the first line is 1."""
+    """Return the rows as `parse_csv`, each with the line on which it starts; the first line is 1."""
     rows: list[tuple[int, Row]] = []
     try:
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)

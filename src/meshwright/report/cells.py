@@ -35,7 +35,7 @@ _OTHER = {"communication_s": "transfers_s", "num_measured": "times_measured"}
 
 
 def name_schedule_briefly(schedule: str) -> str:
-    """A reference without its folders: ``mine.py:waves``, ``orders.csv``."""
+    """Return a reference without its folders: ``mine.py:waves``, ``orders.csv``."""
     if schedule.endswith(".csv"):
         return PurePath(schedule).name
     path, separator, function = schedule.rpartition(":")
@@ -53,7 +53,7 @@ def format_heading(key: str) -> str:
 
 
 def format_cell(key: str, value: Any) -> str:
-    """A value for people; a dash for None."""
+    """Return a value for people; a dash for None."""
     if value is None:
         return NOTHING
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Compare a predicted timeline with a measured one, number by number.
+"""Compare a predicted timeline with a measured one; ranks' times (`timeline_rows`); slow ranks (`find_stragglers`).
 
     step         median of `Timeline.step_seconds`; spread = (p90 - p10) / median of the measured steps
     rank         Σ spans of the compute stream / number of steps
@@ -22,8 +22,9 @@ from meshwright.report.issue_order import StreamOrder, compare_orders
 from meshwright.spec import DocumentError, Opcode, Timeline, format_seconds, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS
 
-# Busy, communication and idle time of each rank. Rows for `timeline_table` and ``--json``.
-#
+Row = dict[str, Any]
+
+
 # Over all steps of a timeline of length T = `Timeline.duration_s`, per rank and per step (divided by their number):
 #
 #     busy            Σ spans of the compute stream
@@ -32,12 +33,8 @@ from meshwright.spec.instructions import COMPUTATIONS
 #     idle            T - busy
 #
 # A measured transfer ends when something has waited for it, so measured communication is an upper bound.
-
-Row = dict[str, Any]
-
-
 def timeline_rows(timeline: Timeline) -> Row:
-    """Step time, bubble and, under ``ranks``, one row per rank.
+    """Return step time, bubble and, under ``ranks``, one row per rank, for `timeline_table` and ``--json``.
 
     Keys: ``origin``, ``num_ranks``, ``num_steps``, ``num_spans``, ``median_step_s``, ``slowest_step_s``,
     ``bubble_share``, ``ranks``: ``rank``, ``busy_s``, ``communication_s``, ``exposed_s``, ``idle_s`` (per step),
@@ -81,7 +78,7 @@ def _rank_row(timeline: Timeline, rank: int, spans: NDArray[np.int64], num_steps
 
 
 def merge_spans(timeline: Timeline, spans: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The time that some spans cover together: disjoint intervals (start, end) in ps, shape (intervals, 2)."""
+    """Return the time that some spans cover together: disjoint intervals (start, end) in ps, shape (intervals, 2)."""
     order = spans[np.argsort(timeline.start_ps[spans], kind="stable")]
     start, end = timeline.start_ps[order], np.maximum.accumulate(timeline.end_ps[order])
     if not len(order):
@@ -94,14 +91,6 @@ def merge_spans(timeline: Timeline, spans: NDArray[np.int64]) -> NDArray[np.int6
 def _length(intervals: NDArray[np.int64]) -> int:
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
-
-# Seconds of ranks by kind of work: where a step differs from its prediction, and which ranks are slow.
-#
-# seconds[r, k, s]   of rank r, kind k (opcode and stage) and step s: the sum of its spans
-# difference         mean over steps of measured less predicted; of the slowest rank, the kind that differs most
-# straggler          a rank whose work of an opcode takes SLOW times as long as that of the others, in each of the last
-#                    recorded steps; "as long" is in shares of the predicted seconds where there are some, else of the
-#                    others' that hold the same stages
 
 Floats = NDArray[np.float64]
 
@@ -120,8 +109,15 @@ class SlowRank(NamedTuple):
     since: int
 
 
+# Where a step differs from its prediction, and which ranks are slow:
+#
+#     seconds[r, k, s]   of rank r, kind k (opcode and stage) and step s: the sum of its spans
+#     difference         mean over steps of measured less predicted; of the slowest rank, the kind that differs most
+#     straggler          a rank whose work of an opcode takes SLOW times as long as that of the others, in each of the
+#                        last recorded steps; "as long" is in shares of the predicted seconds where there are some, else
+#                        of the others' that hold the same stages
 def seconds_by_kind(timeline: Timeline, *, per_span: bool = False) -> dict[tuple[int, Opcode, int], Floats]:
-    """By rank, opcode and stage: seconds of each step, or of a span in it."""
+    """Return, by rank, opcode and stage, the seconds of each step, or of a span in it."""
     num_steps = int(timeline.step.max(initial=0)) + 1
     rank = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track]
     keys = np.stack([rank, timeline.opcode.astype(np.int64), timeline.stage.astype(np.int64)])
@@ -139,7 +135,7 @@ def seconds_by_kind(timeline: Timeline, *, per_span: bool = False) -> dict[tuple
 
 
 def explain_difference(predicted: Timeline, measured: Timeline) -> str:
-    """The kind of work that differs most from its prediction, in the direction of the whole step.
+    """Return the kind of work that differs most from its prediction, in the direction of the whole step, in words.
 
     A computation, or a link if no computation differs that way.
     """
@@ -167,7 +163,7 @@ def explain_difference(predicted: Timeline, measured: Timeline) -> str:
 
 
 def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> list[SlowRank]:
-    """Ranks that are slower than others at the same work, with the first recorded step of that; the slowest first."""
+    """Return ranks that are slower than others at the same work, with the first such step; the slowest first."""
     # Replicas may compute different numbers of microbatches.
     seconds = seconds_by_kind(measured, per_span=True)
     wanted = _expected(seconds, predicted)
@@ -190,7 +186,7 @@ def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> li
 
 
 def explain_stragglers(stragglers: list[SlowRank], first_step: int = 0) -> list[str]:
-    """A sentence for each; recorded step 0 is step number ``first_step`` of the run."""
+    """Return a sentence for each; recorded step 0 is step number ``first_step`` of the run."""
     return [
         f"Rank {item.rank} is slow: {_words(item.opcode)} takes {item.ratio:.2f} times as long as elsewhere, since "
         f"step {first_step + item.since + 1}."
@@ -320,7 +316,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> Comparison:
 
 
 def comparison_rows(comparison: Comparison) -> Row:
-    """Plain data of a comparison.
+    """Return plain data of a comparison.
 
     Keys: ``step`` (one row), ``ranks`` and ``instructions`` (rows with the fields of their classes), ``same_order``,
     ``differences`` (one sentence for each stream that differs).

@@ -49,7 +49,10 @@ def path_rows(path: Timeline, bounds: Sequence[str]) -> list[Row]:
 
 
 def fold_path(path: Timeline, bounds: Sequence[str]) -> list[Row]:
-    """The path condensed: ``ranks``, ``instructions``, ``times``, ``on_path_s``, ``waited_for`` (link, bucket)."""
+    """Return the path condensed.
+
+    Keys: ``ranks``, ``instructions``, ``times``, ``on_path_s``, ``waited_for`` (link, bucket).
+    """
     kept = np.flatnonzero(path.end_ps > path.start_ps).tolist()
     ranks = np.array([stream.rank for stream in path.tracks], np.int64)[path.track]
     kinds = [(int(path.opcode[k]), _WAITED_FOR.get(bounds[k])) for k in kept]
@@ -90,7 +93,7 @@ def explanation_rows(path: Timeline, bounds: Sequence[str], levers: Sequence[Row
 
 
 def explanation_table(path: Timeline, bounds: Sequence[str], levers: Sequence[Row], shorter: float) -> RenderableType:
-    """The path, condensed, and what would help. ``shorter`` is the share of time that each lever removes."""
+    """Return the path, condensed, and what would help. ``shorter`` is the share of time that each lever removes."""
     rows = explanation_rows(path, bounds, levers)
     lines = fold_path(path, bounds)
     queued = f", {format_seconds(rows['queued_s'])} of them held a link that the next one needed"

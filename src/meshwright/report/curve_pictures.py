@@ -1,4 +1,7 @@
-"""Curves as SVG: a figure of some cases over one of their parameters, a curve for each combination of the others."""
+"""Two independent parts: curves as SVG (`draw_curves`), and a table of whether a plan fits in memory (`fit_table`).
+
+A figure is drawn of some cases over one of their parameters, with a curve for each combination of the others.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,16 @@ from meshwright.spec import format_bytes, format_count
 from meshwright.spec.memory import MEMORY_GROUPS, group_parts
 from meshwright.spec.units import Bytes, BytesPerSecond, Seconds
 
-# Whether a plan fits in memory, rank by rank. Equal ranks share one row.
-#
-# The parts of a peak are summed by the groups of `meshwright.spec.memory`, which add up to it.
-
 Row = dict[str, Any]
 
 # Headings where the group's own name is too wide for 80 columns.
 _HEADINGS = {"parameters": "params"}
 
 
+# Equal ranks share one row. The parts of a peak are summed by the groups of `meshwright.spec.memory`, which add up to
+# it.
 def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
-    """Verdict and peak of every rank, from `RankedPlan.memory_rows`, in 80 columns.
+    """Return verdict and peak of every rank, from `RankedPlan.memory_rows`, in 80 columns.
 
     Rows show what an allocator reserves for the peak; without an allocator, the bytes left, or each rank's limit if
     limits differ. ``note`` is printed below the verdict.
@@ -59,7 +60,7 @@ def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One sentence: whether all ranks fit, and the rank with the least to spare or the most too much."""
+    """Return one sentence: whether all ranks fit, and the rank with the least to spare or the most too much."""
     tightest = min(rows, key=lambda row: row["headroom_bytes"])
     over = sum(not row["fits"] for row in rows)
     ranks, limit = format_count(len(rows), "rank"), format_bytes(tightest["limit_bytes"])

@@ -44,7 +44,7 @@ def compare_orders(predicted: Timeline, measured: Timeline) -> tuple[StreamOrder
 
 
 def issued_sequences(timeline: Timeline) -> dict[tuple[int, StreamName], dict[int, IssueOrder]]:
-    """The instructions that each stream (rank, name) issued in each step, by start.
+    """Return the instructions that each stream (rank, name) issued in each step, by start.
 
     Instructions with equal starts keep the order of the timeline.
     """

@@ -1,4 +1,4 @@
-"""Write timelines as a trace for https://ui.perfetto.dev, span by span.
+"""Write timelines as a trace for https://ui.perfetto.dev, span by span (`write_trace`); fast texts (`render_lines`).
 
 The format is the Trace Event Format (Google, "Trace Event Format", 2016), which Perfetto imports:
 
@@ -6,14 +6,14 @@ The format is the Trace Event Format (Google, "Trace Event Format", 2016), which
     thread    a stream of the rank, with the same name in every timeline
     X         a span: ``ts`` and ``dur`` in microseconds, exact to the picosecond below 2^53 ps (two and a half hours)
               inside of it, where they are given, its ops
-    s, f      an arrow from a send to the receive of the same bytes
+    s, f      an arrow from a send to the receive of the same bytes (`pair_transfers`)
     C         bytes in use on a rank
 
 Perfetto requires the spans of a thread to nest. Concurrent transfers do not nest, so a stream gets as many threads of
 one name as it has concurrent spans.
 
-The text is made and written some ten thousand spans at a time. Beside the timelines themselves, memory
-holds a few numbers per span: output order, thread, and receiver.
+The text is made and written some ten thousand spans at a time. Beside the timelines themselves, memory holds a few
+numbers per span: output order, thread, and receiver.
 """
 
 from __future__ import annotations
@@ -34,12 +34,6 @@ from numpy.typing import NDArray
 from meshwright.spec import DocumentError, Opcode, OpSpans, Timeline, instruction_name
 from meshwright.spec.files import write_bytes
 from meshwright.spec.instructions import RECEIVES, SENDS
-
-# Format many lines of text from columns of numbers, without a Python object per line.
-#
-# n lines are a table of bytes, shape (n, width): every part of a line is as wide as its longest text, unused bytes are
-# 0, and all zeros are removed at the end. Numbers are looked up four digits at a time, and bytes are written into the
-# table four or eight at a time.
 
 Ids = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -75,8 +69,12 @@ class Number:
 Part: TypeAlias = str | TextChoice | Number
 
 
+# Many lines of text are formatted from columns of numbers, without a Python object per line. n lines are a table of
+# bytes, shape (n, width): every part of a line is as wide as its longest text, unused bytes are 0, and all zeros are
+# removed at the end. Numbers are looked up four digits at a time, and bytes are written into the table four or eight at
+# a time.
 def render_lines(parts: Sequence[Part], count: int) -> bytes:
-    """``count`` lines, each made of all parts."""
+    """Return the text of ``count`` lines, each made of all parts."""
     columns: list[bytes | NDArray[np.uint32] | NDArray[np.uint64]] = []
     for part in parts:
         match part:
@@ -150,18 +148,15 @@ def _lookup() -> NDArray[np.uint32]:
     return np.concatenate([full, first, last, point, nothing]).astype(np.uint8).view(np.uint32).ravel()
 
 
-# Match the sends and receives of a timeline.
-#
-# Payload, stages and microbatch identify a pair within a step; several equal ones are paired by start. Under an
-# asynchronous schedule microbatch numbers continue from step to step, and a message may arrive in a later step: a
-# transfer without a partner in its step is paired regardless of steps.
-
 _GRADIENTS = (Opcode.SEND_GRADIENT, Opcode.RECEIVE_GRADIENT)
 _MOVES = (*SENDS, *RECEIVES)
 
 
+# Payload, stages and microbatch identify a pair within a step; several equal ones are paired by start. Under an
+# asynchronous schedule microbatch numbers continue from step to step, and a message may arrive in a later step: a
+# transfer without a partner in its step is paired regardless of steps.
 def pair_transfers(timeline: Timeline) -> Ids:
-    """For each send the index of its receive and the reverse; -1 elsewhere. Shape (num_spans,)."""
+    """Return for each send the index of its receive and the reverse; -1 elsewhere. Shape (num_spans,)."""
     partner = np.full(timeline.num_spans, -1, np.int64)
     moves = np.flatnonzero(_choose(_MOVES)[timeline.opcode])
     if not _look_up(timeline, moves, partner):
@@ -271,7 +266,7 @@ def write_trace(
 def trace_pieces(
     timelines: Sequence[Timeline], ranks: Sequence[int] | None = None, ops: OpSpans | None = None
 ) -> Iterator[bytes]:
-    """The text of a trace, in pieces. Raises DocumentError as `write_trace`."""
+    """Yield the text of a trace, in pieces. Raises DocumentError as `write_trace`."""
     if not timelines:
         raise DocumentError("No timeline was given for the trace; give at least one.")
     num_ranks = max(timeline.num_ranks for timeline in timelines)
@@ -378,7 +373,7 @@ def _names(
 
 
 def metadata_event(kind: str, pid: int, tid: int = 0, **args: str | int) -> dict[str, Any]:
-    """An event that sets the name of a process or thread (``name``) or its position (``sort_index``)."""
+    """Return an event that sets the name of a process or thread (``name``) or its position (``sort_index``)."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 

@@ -1,7 +1,8 @@
-"""Ranked plans as a table: how they differ, how fast each is and how sure that is, memory, bubble, money.
+"""Tables of ranked plans (`plans_table`); rows of batches of whole models (`batch_rows`) and of layers (`graph_rows`).
 
-A layout is written as in the field: data-parallel replicas (dp), pipeline stages (pp), axes of sharding (tp, cp, ep),
-ZeRO stage, samples of a microbatch (mbs). Properties that all rows share are stated once, above.
+Plans are shown with how they differ, how fast each is and how sure that is, memory, bubble and money. A layout is
+written as in the field: data-parallel replicas (dp), pipeline stages (pp), axes of sharding (tp, cp, ep), ZeRO stage,
+samples of a microbatch (mbs). Properties that all rows share are stated once, above.
 """
 
 from __future__ import annotations
@@ -26,18 +27,12 @@ from meshwright.spec import (
     format_seconds,
 )
 
-# Issued instructions of one stream in one step: (opcode, stage, microbatch, peer) by start, shape (n, 4).
-
-
-# Batches of whole models: the time of each, and the line fitted over the sizes of each model.
-#
-# samples/s = b / median        l(b) = αb + β (`meshwright.spec.fit_latency`)        error = l(b) / median - 1
-
 Row = dict[str, Any]
 
 
+# samples/s = b / median        l(b) = αb + β (`meshwright.spec.fit_latency`)        error = l(b) / median - 1
 def batch_rows(batches: Sequence[BatchMeasurement]) -> list[Row]:
-    """One row per measured batch, models in the order of the table, sizes ascending.
+    """Return one row per measured batch, models in the order of the table, sizes ascending.
 
     Keys: ``model``, ``batch_size``, ``median_s``, ``p90_s``, ``p99_s``, ``samples_per_s``, ``num_measured``.
     """
@@ -57,7 +52,7 @@ def batch_rows(batches: Sequence[BatchMeasurement]) -> list[Row]:
 
 
 def latency_rows(batches: Sequence[BatchMeasurement]) -> list[Row]:
-    """One row per model: the line through its medians.
+    """Return one row per model: the line through its medians.
 
     Keys: ``model``, ``num_sizes``, ``smallest_batch``, ``largest_batch``, ``alpha_s``, ``beta_s``, ``largest_error``
     (of the line relative to the median, with its sign) and ``largest_error_at`` (its batch size); the last four are
@@ -67,7 +62,7 @@ def latency_rows(batches: Sequence[BatchMeasurement]) -> list[Row]:
 
 
 def describe_latency(row: Row) -> str:
-    """A row of `latency_rows` as a sentence; "" if the row has no line."""
+    """Return a row of `latency_rows` as a sentence; "" if the row has no line."""
     if row["alpha_s"] is None:
         return ""
     return (
@@ -100,16 +95,12 @@ def _latency_row(model: str, rows: list[BatchMeasurement]) -> Row:
     }
 
 
-# Parameters, FLOPs and bytes of each layer of a graph. Rows for `graph_table` and ``--json``.
-#
 # Everything is counted once, where it occurs first, so that columns add up to the model: a tied parameter belongs to
 # the first layer that reads it, a storage kept for the backward to the first layer that saves it. The bytes that cross
 # the end of a layer are those that a cut there would send per microbatch of that size, except the state of random
 # generators.
-
-
 def graph_rows(graph: Graph, batch_size: int, float_bytes: int | None = None) -> list[Row]:
-    """One row per layer for batches of ``batch_size`` samples, floating elements being ``float_bytes`` wide if given.
+    """Return one row per layer for batches of ``batch_size`` samples; floating elements have ``float_bytes`` if given.
 
     Keys: ``layer``, ``num_ops``, ``num_parameters``, ``forward_flops``, ``backward_flops``, ``saved_bytes``,
     ``crossing_bytes``. Raises GraphError if the graph is not valid for this batch size.
@@ -125,7 +116,7 @@ def graph_rows(graph: Graph, batch_size: int, float_bytes: int | None = None) ->
 
 
 def graph_total(graph: Graph, batch_size: int, float_bytes: int | None = None) -> Row:
-    """The whole graph with the keys of `graph_rows`; parameters that no op reads are counted too."""
+    """Return the row of the whole graph with the keys of `graph_rows`; parameters that no op reads are counted too."""
     graph.check_batch_size(batch_size)
     return {
         "layer": "total",
@@ -139,7 +130,7 @@ def graph_total(graph: Graph, batch_size: int, float_bytes: int | None = None) -
 
 
 def crossing_bytes(graph: Graph, batch_size: int) -> list[int]:
-    """Bytes of activations that later layers need from before each layer's end, shape (num_layers,); the last is 0.
+    """Return bytes of activations that cross the end of each layer, shape (num_layers,); the last is 0.
 
     Values that later stages recompute (`Op.replicable`) do not cross.
     """
@@ -184,7 +175,10 @@ Cell = Callable[[Row], str]
 
 
 def plans_table(rows: Sequence[Row]) -> RenderableType:
-    """The planner's rows (`Plans.rows`), best first; at 80 columns, columns that do not fit move to a table below."""
+    """Return the table of the planner's rows (`Plans.rows`), best first.
+
+    At 80 columns, columns that do not fit move to a table below.
+    """
     columns: list[tuple[str, Cell]] = [("#", lambda row: str(row["place"]))]
     alike = []
     for heading, usual, cell in _LAYOUT:

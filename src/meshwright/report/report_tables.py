@@ -1,6 +1,6 @@
-"""Tables for a terminal: rows in, rich renderables out. Nothing is printed here.
+"""Tables for a terminal: rows in, rich renderables out; and rows of plans, clusters, programs and measurements.
 
-Neighbouring rows with equal text are merged; ``--json`` has all of them.
+Nothing is printed here. Neighbouring rows with equal text are merged; ``--json`` has all of them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,6 @@ from meshwright.spec import (
 )
 from meshwright.spec.instructions import SENDS, SUMS
 
-# Plans, clusters, programs and measurements as plain rows: dicts that are JSON as they are.
-#
-# A key ends with its unit (``_s``, ``_bytes``, ``_flops``, ``_bytes_per_s``, ``_share``), from which tables choose the
-# format. The α and β of measured transfers are those of t = α + n/β with the least sum of squared *relative* errors, so
-# that small messages count as much as large ones.
-
 Row = dict[str, Any]
 
 # The keys of `measurement_rows` that are printed as separate tables, and their titles.
@@ -55,13 +49,14 @@ MEASURED_PARTS = {
 }
 
 
+# Rows are dicts that are JSON as they are. A key ends with its unit (``_s``, ``_bytes``, ``_flops``, ``_bytes_per_s``,
+# ``_share``), from which tables choose the format.
 def plan_rows(plan: Plan, graph: Graph | None = None) -> list[Row]:
-    """One row per stage; with the graph, layers have their names, else their numbers.
+    """Return one row per stage; with the graph, layers have their names, else their numbers.
 
     Keys: ``stage``, ``first_layer``, ``last_layer``, ``num_layers``, ``ranks``, ``replicas``, ``shares`` (microbatches
-    of each, if the plan says them), ``num_microbatches`` (per
-    step, of all replicas), ``microbatch_size``, ``schedule``. Raises PlanError if the plan has layers that the graph
-    lacks.
+    of each, if the plan gives them), ``num_microbatches`` (per step, of all replicas), ``microbatch_size``,
+    ``schedule``. Raises PlanError if the plan has layers that the graph lacks.
     """
     if graph is not None and plan.stages[-1].stop > len(graph.layers):
         raise PlanError(
@@ -90,7 +85,7 @@ def plan_rows(plan: Plan, graph: Graph | None = None) -> list[Row]:
 
 
 def cluster_rows(cluster: Cluster) -> list[Row]:
-    """One row per group of equal devices of a node.
+    """Return one row per group of equal devices of a node.
 
     Keys: ``node``, ``num_devices``, ``kind``, ``memory_bytes`` (per device), ``memory_bytes_per_s``,
     ``peak_flops_per_s`` (dtype → FLOP/s), ``device_link_latency_s``, ``device_link_bytes_per_s``, ``nic_latency_s``,
@@ -117,7 +112,7 @@ def cluster_rows(cluster: Cluster) -> list[Row]:
 
 
 def placement_rows(placement: Placement) -> list[Row]:
-    """One row per rank of a placement: ``rank``, ``num_stages``, ``num_ops``."""
+    """Return one row per rank of a placement: ``rank``, ``num_stages``, ``num_ops``."""
     of_ranks = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
     return [
         {"rank": rank, "num_stages": len(mine), "num_ops": sum(len(placement.stages[index].ops) for index in mine)}
@@ -126,7 +121,7 @@ def placement_rows(placement: Placement) -> list[Row]:
 
 
 def program_rows(program: Program) -> list[Row]:
-    """One row per section and rank with instructions: the number of each opcode, and the bytes that they move.
+    """Return one row per section and rank with instructions: the number of each opcode, and the bytes that they move.
 
     Keys: ``section``, ``rank``, each opcode's name in lower case, ``sent_bytes``, ``reduced_bytes``.
     """
@@ -139,7 +134,7 @@ def program_rows(program: Program) -> list[Row]:
 
 
 def measurement_rows(measurements: Measurements) -> Row:
-    """What was measured: device, conditions, counts, and under ``transfers`` the fitted links.
+    """Return what was measured: device, conditions, counts, and under ``transfers`` the fitted links.
 
     Keys: ``device``, ``software``, ``date``, ``conditions``, ``num_ops``, ``op_spread_share`` (median over the ops,
     None without any), ``num_optimizers``, ``overhead_s``, ``transfers``: ``kind``, ``num_ranks``, ``num_sizes``,
@@ -165,9 +160,10 @@ def measurement_rows(measurements: Measurements) -> Row:
 
 
 def fit_transfers(rows: Sequence[TransferMeasurement]) -> tuple[float, float | None]:
-    """Latency α (s) and bandwidth β (bytes/s) of t = α + n/β; β is None if time does not grow with size.
+    """Return latency α (s) and bandwidth β (bytes/s) of t = α + n/β; β is None if time does not grow with size.
 
-    Neither is negative: where the best line would start below 0, α is 0.
+    They have the least sum of squared *relative* errors, so that small messages count as much as large ones. Neither is
+    negative: where the best line would start below 0, α is 0.
     """
     sizes = np.array([row.num_bytes for row in rows], np.float64)
     seconds = np.array([row.seconds for row in rows])
@@ -230,7 +226,7 @@ _COMMUNICATION_NOTE = (
 def make_table(
     rows: Sequence[Row], *, title: str = "", total: Row | None = None, collapse: str = "", hide: Iterable[str] = ()
 ) -> NarrowTable:
-    """A table of plain rows; keys become headings, and their endings set the format of numbers.
+    """Return a table of plain rows; keys become headings, and their endings set the format of numbers.
 
     Args:
         rows: The rows; a key that a row lacks is printed as a dash.
@@ -256,7 +252,7 @@ def make_table(
 
 
 def graph_table(graph: Graph, batch_size: int) -> RenderableType:
-    """Parameters, FLOPs and bytes of layers for batches of ``batch_size``. Raises what `graph_rows` raises."""
+    """Return parameters, FLOPs and bytes of layers for batches of ``batch_size``. Raises what `graph_rows` raises."""
     total = graph_total(graph, batch_size)
     flops = format_flops(total["forward_flops"] + total["backward_flops"])
     samples = "1 sample" if batch_size == 1 else f"{batch_size} samples"
@@ -269,18 +265,18 @@ def graph_table(graph: Graph, batch_size: int) -> RenderableType:
 
 
 def plan_table(plan: Plan, graph: Graph | None = None) -> RenderableType:
-    """Stages of a plan; layers have their names if the graph is given. Raises what `plan_rows` raises."""
+    """Return the stages of a plan; layers have their names if the graph is given. Raises what `plan_rows` raises."""
     # One schedule drives all stages; `Plan.describe`, printed above, names it.
     return Group(Text(describe_workload(plan, graph)), make_table(plan_rows(plan, graph), hide=("schedule",)))
 
 
 def exchanges_table(rows: Sequence[Row]) -> NarrowTable:
-    """Ways of reducing gradients from the planner's rows, with the plan's own way first."""
+    """Return ways of reducing gradients from the planner's rows, with the plan's own way first."""
     return make_table(rows, title="Other ways to exchange gradients:")
 
 
 def front_table(rows: Sequence[Row]) -> NarrowTable:
-    """Plans of a Pareto front from the planner's rows, fastest first; their price, or devices times seconds."""
+    """Return plans of a Pareto front from the planner's rows, fastest first; their price, or devices times seconds."""
     priced = any("price_per_step" in row for row in rows)
     price = f"{rows[0]['currency']} per million samples" if priced else "devices × step"
     cells = [
@@ -297,7 +293,7 @@ def front_table(rows: Sequence[Row]) -> NarrowTable:
 
 
 def timeline_table(timeline: Timeline) -> RenderableType:
-    """Where each rank's time goes, per step."""
+    """Return the table of each rank's busy, communication and idle time, per step."""
     rows = timeline_rows(timeline)
     steps = "1 step" if rows["num_steps"] == 1 else f"{rows['num_steps']} steps"
     heading = (
@@ -308,7 +304,7 @@ def timeline_table(timeline: Timeline) -> RenderableType:
 
 
 def cluster_table(cluster: Cluster) -> RenderableType:
-    """Nodes with their links, equal neighbours in one line, and the datasheet of each kind of device."""
+    """Return nodes with their links, equal neighbours in one line, and the datasheet of each kind of device."""
     heading = (
         f"{cluster.name}: {format_count(cluster.num_ranks, 'device')} in {format_count(len(cluster.nodes), 'node')}"
     )
@@ -326,7 +322,7 @@ def cluster_table(cluster: Cluster) -> RenderableType:
 
 
 def program_table(program: Program) -> RenderableType:
-    """How many instructions of each opcode every rank has; opcodes that do not occur are left out."""
+    """Return the number of instructions of each opcode on every rank; opcodes that do not occur are left out."""
     rows = program_rows(program)
     unused = [name for name in (opcode.name.lower() for opcode in Opcode) if not any(row[name] for row in rows)]
     heading = (
@@ -337,7 +333,7 @@ def program_table(program: Program) -> RenderableType:
 
 
 def measurement_table(measurements: Measurements) -> RenderableType:
-    """Device, conditions and counts, the fitted links, and a remark if the machine was disturbed."""
+    """Return device, conditions and counts, the fitted links, and a remark if the machine was disturbed."""
     rows = measurement_rows(measurements)
     facts = {key: value for key, value in rows.items() if key not in MEASURED_PARTS and value not in (None, "")}
     listing = Table.grid(padding=(0, 2))
@@ -357,7 +353,7 @@ def _spread_remark(rows: Row) -> str:
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
-    """Prediction and measurement: the step, each kind of work, each rank, and whether the order was the same."""
+    """Return prediction and measurement: the step, each kind of work, each rank, and whether the order was the same."""
     rows = comparison_rows(comparison)
     order = "the same on every stream" if comparison.same_order else "; ".join(rows["differences"])
     peaks, reserved = (

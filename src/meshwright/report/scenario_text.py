@@ -39,7 +39,7 @@ def describe_scenario(scenario: Scenario) -> str:
 
 
 def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
-    """Devices without a rate for a precision, and the rate used instead; "" if all have one."""
+    """Return devices without a rate for a precision, and the rate used instead; "" if all have one."""
     kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
     numbers, sentences = numbers_of(precision), []
     dtype = numbers.compute
@@ -58,7 +58,7 @@ def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -
 
 
 def describe_effect(effect: Effect) -> str:
-    """An effect in a few words."""
+    """Return an effect in a few words."""
     match effect:
         case Jitter() | LostDevice() | Failures() | Checkpoints() | Price():
             return _describe_run(effect)
@@ -147,7 +147,7 @@ def _jitter_words(effect: Jitter) -> str:
 
 
 def describe_run(figures: Mapping[str, Any], num_seeds: int) -> str:
-    """Where the time of a run goes, and how often it is saved; ``figures`` are those of a forecast."""
+    """Return where the time of a run goes, and how often it is saved; ``figures`` are those of a forecast."""
     shares = ", ".join(
         f"{format_percent(figures[f'run_{name}_share'])} {words}"
         for name, words in (
@@ -173,7 +173,7 @@ def describe_run(figures: Mapping[str, Any], num_seeds: int) -> str:
 
 
 def describe_price(figures: Mapping[str, Any]) -> str:
-    """What steps, samples and a run cost in money; ``figures`` are those of a bill."""
+    """Return what steps, samples and a run cost in money; ``figures`` are those of a bill."""
     currency = figures["currency"]
     words = {
         "price_per_step": "per step",

@@ -1,8 +1,9 @@
-"""A schedule as papers draw it, as SVG: one row per rank, one rectangle per computation, time from left to right.
+"""A schedule as papers draw it: as SVG (`draw_schedule`), as text (`draw_grid`), in slots (`draw_slots`); a table.
 
-The colour shows the kind of computation, the number the microbatch; later stages of a rank are paler. Pointing at a
-rectangle shows its name. All rectangles have numbers or, if those of the shortest computations would not fit, only the
-long ones.
+One row per rank, one rectangle per computation, time from left to right. In an SVG, the colour shows the kind of
+computation, the number the microbatch; later stages of a rank are paler. Pointing at a rectangle shows its name. All
+rectangles have numbers or, if those of the shortest computations would not fit, only the long ones. `schedules_table`
+compares schedules.
 """
 
 from __future__ import annotations
@@ -22,18 +23,14 @@ from meshwright.report.cells import format_cell, name_schedule_briefly
 from meshwright.spec import DocumentError, Opcode, Timeline, format_count, format_seconds, instruction_name, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS, INSTRUCTIONS
 
-# A schedule drawn as text, as papers draw it: what each rank computes, and when.
-#
-# One line per rank, time from left to right, of the compute stream: ``F3`` is the forward of microbatch 3, ``B3`` its
-# backward (``I3`` and ``W3`` where that is done in two parts), ``O`` the optimizer, ``S`` a copy of weights that are
-# still needed, a dot idle time. A span from t0 to t1 fills the columns round(t0·w/T) to round(t1·w/T) of w; a span
-# shorter than a column may vanish.
-
 IDLE_CELL = "."
 
 
+# ``F3`` is the forward of microbatch 3, ``B3`` its backward (``I3`` and ``W3`` where that is done in two parts), ``O``
+# the optimizer, ``S`` a copy of weights that are still needed, a dot idle time. A span from t0 to t1 fills the columns
+# round(t0·w/T) to round(t1·w/T) of w; a span shorter than a column may vanish.
 def draw_grid(timeline: Timeline, *, width: int = 96, step: int | None = None, scale: str | None = None) -> Text:
-    """The compute streams of one step, one line per rank, and a scale below.
+    """Return the compute streams of one step as text, one line per rank, and a scale below.
 
     Args:
         timeline: Predicted or measured.
@@ -98,8 +95,6 @@ def _scale(end: str, width: int) -> str:
     return f"0{end.rjust(width - 1)}" if len(end) < width else end
 
 
-# A table that compares schedules, and one schedule drawn in slots, as papers draw it.
-
 _COLUMNS = (
     ("schedule", "schedule"),
     ("step", "step_s"),
@@ -116,7 +111,7 @@ MAX_STAGES_IN_CELL = 4
 
 
 def schedules_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Schedules of the same stages, from `planner.schedule_rows`, in 80 columns.
+    """Return a table of schedules of the same stages, from `planner.schedule_rows`, in 80 columns.
 
     In-flight microbatches are shown per stage. The memory of the fullest rank's device is shown if it differs between
     the schedules.
@@ -137,7 +132,7 @@ def schedules_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def draw_slots(timeline: Timeline, in_flight: Sequence[int], *, max_width: int) -> RenderableType:
-    """A timeline whose times are slots, wide enough for every number if ``max_width`` columns allow it."""
+    """Return a timeline of slots as text, wide enough for every number if ``max_width`` columns allow it."""
     slots = int(timeline.end_ps.max(initial=0))
     digits = len(str(int(timeline.microbatch.max(initial=0))))
     widths = [slots * columns for columns in (digits + 2, digits + 1)]
@@ -147,7 +142,7 @@ def draw_slots(timeline: Timeline, in_flight: Sequence[int], *, max_width: int) 
 
 
 def explain_slots(in_flight: Sequence[int]) -> str:
-    """The meaning of slots, and the most microbatches that each stage holds."""
+    """Return the meaning of slots, and the most microbatches that each stage holds."""
     counts = ", ".join(map(str, in_flight))
     return f"A forward takes 1 slot, a backward 2, transfers none. In flight, by stage: {counts}."
 
@@ -174,7 +169,7 @@ _PALER = (1.0, 0.6, 0.4, 0.3)
 
 
 def draw_schedule(timeline: Timeline, *, title: str, note: str, scale: str) -> str:
-    """The compute streams of a timeline as an SVG document.
+    """Return the compute streams of a timeline as an SVG document.
 
     Args:
         timeline: Predicted or measured; all of its steps are drawn. Its stages give the shades of a rank.

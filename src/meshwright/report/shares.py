@@ -17,7 +17,7 @@ _NUMERIC = (False, False, False, True, True, True)
 
 
 def shares_table(row: Mapping[str, Any]) -> RenderableType:
-    """The choices of `planner.Shares.row`, the largest gain first."""
+    """Return the choices of `planner.Shares.row`, the largest gain first."""
     cells = [
         [
             item["choice"],

@@ -8,7 +8,7 @@ from meshwright.spec import Graph, Placement, Plan, format_count
 
 
 def workload_row(plan: Plan | Placement, graph: Graph) -> dict[str, Any]:
-    """The workload of a plan. ``graph`` is the model's, not a rank's share.
+    """Return the workload of a plan. ``graph`` is the model's, not a rank's share.
 
     Keys: ``model``, ``num_parameters`` (None for a rewritten model), ``cluster``, ``num_devices``, ``kind``,
     ``samples_per_step``, ``tokens_per_step`` and ``sequence_length`` (None for models without tokens), ``precision``,

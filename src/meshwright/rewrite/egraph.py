@@ -64,7 +64,7 @@ class EGraph:
         return len(self._known)
 
     def find(self, cls: int) -> int:
-        """The class that now contains a class."""
+        """Return the class that now contains a class."""
         parent = self._parent
         while parent[cls] != cls:
             parent[cls] = parent[parent[cls]]
@@ -81,19 +81,19 @@ class EGraph:
             yield from nodes
 
     def earliest(self, cls: int) -> TermNode:
-        """The node of a class that was added first: a way to compute it without cycles."""
+        """Return the node of a class that was added first: a way to compute it without cycles."""
         return self._earliest[self.find(cls)][1]
 
     def age(self, cls: int) -> int:
-        """The identity of a class through all merges: the number of its oldest class."""
+        """Return the identity of a class through all merges: the number of its oldest class."""
         return self._earliest[self.find(cls)][0]
 
     def nodes_of(self, cls: int, operator: str) -> list[TermNode]:
-        """The class's nodes of an operator."""
+        """Return the class's nodes of an operator."""
         return self._nodes[cls].get(operator, [])
 
     def holding(self, operator: str) -> list[int]:
-        """Classes that hold a node of an operator."""
+        """Return classes that hold a node of an operator."""
         found = dict.fromkeys(self.find(cls) for cls in self._holding[operator])
         self._holding[operator] = dict.fromkeys(found)
         return list(found)
@@ -104,7 +104,7 @@ class EGraph:
         return len(self._events)
 
     def changed(self, since: int, levels: int) -> list[set[int]]:
-        """Classes that changed since then, classes that read one of these, and so on for ``levels`` levels."""
+        """Return classes that changed since then, classes that read one of these, and so on for ``levels`` levels."""
         found = [{self.find(cls) for cls in self._events[since:]}]
         for _ in range(levels):
             below = found[-1]
@@ -112,16 +112,16 @@ class EGraph:
         return found
 
     def readers(self, cls: int) -> Iterator[tuple[TermNode, int]]:
-        """Nodes that read a class, with their classes."""
+        """Return nodes that read a class, with their classes."""
         return ((node, self.find(home)) for node, home in self._readers[self.find(cls)])
 
     def lookup(self, node: TermNode) -> int | None:
-        """The class of a node, if it is there."""
+        """Return the class of a node, if it is there."""
         found = self._known.get(self._canonical(node))
         return None if found is None else self.find(found)
 
     def add(self, node: TermNode, type_: TensorType | None = None) -> int:
-        """The class of a node, created if needed. Raises IllTypedError if operands do not fit."""
+        """Return the class of a node, created if needed. Raises IllTypedError if operands do not fit."""
         node = self._canonical(node)
         found = self._known.get(node)
         if found is not None:
@@ -148,14 +148,14 @@ class EGraph:
         return cls
 
     def reasons(self) -> dict[tuple[int, TermNode], str]:
-        """The reasons for nodes of a class that were added for a reason."""
+        """Return the reasons for nodes of a class that were added for a reason."""
         found: dict[tuple[int, TermNode], str] = {}
         for cls, node, reason in self._reasons:
             found.setdefault((self.find(cls), self._canonical(node)), reason)
         return found
 
     def united(self) -> list[tuple[int, str]]:
-        """Classes that were merged for a reason, with the reason."""
+        """Return classes that were merged for a reason, with the reason."""
         return [(self.find(cls), reason) for cls, reason in self._united]
 
     def merge(self, one: int, other: int) -> int:

@@ -79,7 +79,7 @@ class Condition:
     right: Attribute
 
     def holds(self, tensors: Mapping[str, Indexed], letters: Mapping[str, Any]) -> bool:
-        """Whether it holds of values."""
+        """Return whether the condition holds for these tensors and letters."""
         sides = value_of(self.left, tensors, letters), value_of(self.right, tensors, letters)
         return bool(COMPARISONS[self.sign](*sides))
 
@@ -152,13 +152,13 @@ SHAPE_FUNCTIONS = ("shape", "rank", "size")
 
 
 def names_of(expression: Expression) -> Iterator[str]:
-    """Names of the given tensors, in order, possibly repeated; also those of which only the shape is read."""
+    """Yield names of the given tensors, in order, possibly repeated; also those of which only the shape is read."""
     yield from given_names(expression)
     yield from shape_names(expression)
 
 
 def given_names(expression: Expression) -> Iterator[str]:
-    """Names of the tensors in an expression."""
+    """Yield names of the tensors in an expression."""
     if isinstance(expression, Name):
         yield expression.name
         return
@@ -167,7 +167,7 @@ def given_names(expression: Expression) -> Iterator[str]:
 
 
 def shape_names(expression: Expression) -> Iterator[str]:
-    """Names of the tensors whose shapes are read in attributes."""
+    """Yield names of the tensors whose shapes are read in attributes."""
     if isinstance(expression, Name):
         return
     for operand in expression.operands:
@@ -226,7 +226,7 @@ def run(
 
 
 def value_of(attribute: Attribute, tensors: Mapping[str, Indexed], letters: Mapping[str, Any]) -> Any:
-    """The attribute's value."""
+    """Return the attribute's value."""
     if isinstance(attribute, tuple):
         return tuple(value_of(item, tensors, letters) for item in attribute)
     if not isinstance(attribute, Formula):
@@ -278,7 +278,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def condition_names(condition: Condition) -> tuple[set[str], set[str]]:
-    """(tensors whose shapes a condition reads, letters)."""
+    """Return (tensors whose shapes a condition reads, letters)."""
     sides = (condition.left, condition.right)
     return {n for side in sides for n in _read_names(side)}, {n for side in sides for n in _formula_names(side)}
 

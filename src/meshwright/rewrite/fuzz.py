@@ -99,7 +99,7 @@ def try_rule(
 
 
 def fitted_instances(rule: Rule, most_dims: int) -> Iterator[Instance]:
-    """Choices with sizes for which both sides are well typed, if there are any."""
+    """Yield choices with sizes for which both sides are well typed, if there are any."""
     for instance in instances(rule, most_dims):
         if instance.unsettled:
             continue
@@ -163,7 +163,7 @@ def _compare(
 def compute(
     sides: Sequence[Expression], arrays: Mapping[str, NDArray[Any]], letters: Mapping[str, Any], numbers: NumberField
 ) -> list[NDArray[Any]]:
-    """The numbers of expressions, (draws, sizes...) each. Raises IllTypedError where operands do not fit."""
+    """Return the numbers of expressions, (draws, sizes...) each. Raises IllTypedError where operands do not fit."""
     machine = Arrays(numbers)
     tensors = {name: machine.operand(array) for name, array in arrays.items()}
     made: dict[Expression, Indexed] = {}

@@ -56,17 +56,17 @@ class Instance:
     _asked: int = 0
 
     def tensors(self) -> dict[str, Indexed]:
-        """The operands."""
+        """Return the operands."""
         return {name: Indexed(shape, self.machine.read(name, shape)) for name, shape in self.shapes.items()}
 
     def results(self, sides: Sequence[Expression]) -> list[Indexed]:
-        """The tensors of the expressions; raises SizesDifferError or IllTypedError if operands do not fit."""
+        """Return the tensors of the expressions; raises SizesDifferError or IllTypedError if operands do not fit."""
         made: dict[Expression, Indexed] = {}
         tensors = self.tensors()
         return [run(side, self.machine, tensors, self.letters, made) for side in sides]
 
     def solve(self, sides: Sequence[Expression]) -> list[Indexed]:
-        """The same after replacing free letters, or assuming equations, so that operands fit."""
+        """Return the same after replacing free letters, or assuming equations, so that operands fit."""
         for _ in range(_MOST_STEPS):
             try:
                 return self.results(sides)
@@ -218,7 +218,7 @@ def instances(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUES
 
 
 def is_made(letter: str) -> bool:
-    """Whether the machine made a letter for a quotient or a remainder.
+    """Return whether the machine made a letter for a quotient or a remainder.
 
     Letters of tensors and attributes have a dot or a $.
     """

@@ -1,4 +1,4 @@
-"""Find where rules apply in an `EGraph`, and add their results."""
+"""Find where rules apply in an `EGraph` (`matches`), add their results (`apply`), round by round (`saturate`)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Directed:
 def directions(
     rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None = None, finite: tuple[str, ...] = ()
 ) -> list[Directed]:
-    """The directions in which a rule can be used: the source must bind everything that the target needs.
+    """Return the directions in which a rule can be used: the source must bind everything that the target needs.
 
     A direction that only wraps its own source is left out: it would apply for ever and find nothing.
     """
@@ -75,12 +75,12 @@ def directions(
 
 
 def bind(graph: EGraph, pattern: Call, cls: int) -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
-    """Classes of a pattern's tensors and values of its letters, for each way in which a class matches."""
+    """Return classes of a pattern's tensors and values of its letters, for each way in which a class matches."""
     yield from _match(graph, pattern, cls, {}, {})
 
 
 def node_of(graph: EGraph, call: Expression, match: Match) -> TermNode:
-    """The node of a call that was added at a match."""
+    """Return the node of a call that was added at a match."""
     assert isinstance(call, Call)
     tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
     shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
@@ -93,7 +93,7 @@ def node_of(graph: EGraph, call: Expression, match: Match) -> TermNode:
 def matches(
     graph: EGraph, directed: Directed, among: Set[int] | None = None, deadline: float = math.inf
 ) -> Iterator[Match]:
-    """All matches of the source that are found before ``deadline`` (of time.perf_counter).
+    """Return all matches of the source that are found before ``deadline`` (of time.perf_counter).
 
     ``among``: only matches whose first expression is one of these classes.
     """
@@ -123,7 +123,7 @@ def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
 
 
 def build(graph: EGraph, directed: Directed, match: Match) -> list[int] | None:
-    """The classes of the targets, added if new; None if types do not fit."""
+    """Return the classes of the targets, added if new; None if types do not fit."""
     tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
     shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
     if directed.ranks is not None:
@@ -315,9 +315,6 @@ def _unread(*_: Any) -> Any:
     raise AssertionError("a condition reads no numbers")
 
 
-# Saturation: apply rules round by round until nothing is new, or a limit is reached.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaturationLimits:
     """Limits of a saturation: rounds, nodes, seconds, and matches of one rule in one round."""
@@ -343,7 +340,7 @@ class Saturation:
 
 
 def saturate(graph: EGraph, rules: Sequence[Directed], limits: SaturationLimits, since: int = 0) -> Saturation:
-    """Apply rules until nothing is new or a limit is reached; results so far stay.
+    """Apply rules round by round until nothing is new or a limit is reached; results so far stay.
 
     ``since``: the state that the same rules saw before; they look only at later changes.
     """

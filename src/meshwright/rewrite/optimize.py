@@ -94,11 +94,11 @@ class Rewriting:
 
 
 def optimize(module: nn.Module, batch: Any, **options: Any) -> nn.Module:
-    """An equivalent module that is faster on batches like this one; the module itself if none was found.
+    """Return an equivalent module that is faster on batches like this one; the module itself if none was found.
 
     ``batch`` as in `capture_model`: a tensor, a tuple of arguments, or a dict of keyword arguments. A module in
-    training mode is rewritten for training: its forward pass changes, with the same gradients. ``options`` are those
-    of `rewrite_model`, which also reports what was done.
+    training mode is rewritten for training: its forward pass changes, with the same gradients. ``options`` are those of
+    `rewrite_model`, which also reports what was done.
     """
     return rewrite_model(module, batch, **options).module
 
@@ -313,7 +313,7 @@ def _spaces(
 
 
 def finite_names(source: ReadGraph, *, frozen: bool) -> frozenset[str]:
-    """Names of stored tensors whose numbers are finite and stay so."""
+    """Return names of stored tensors whose numbers are finite and stay so."""
     found = set()
     for term in source.terms.inputs():
         node = source.terms.nodes[term]
@@ -376,7 +376,7 @@ _LEFT = frozenset({"to", "view", "full", "constant_pad_nd"})
 
 
 def call_directly(module: fx.GraphModule) -> fx.GraphModule:
-    """The same module, changed in place: ATen calls of declared operators become calls of torch's functions."""
+    """Return the same module, changed in place: ATen calls of declared operators become calls of torch's functions."""
     for node in module.graph.nodes:
         # Opaque calls stay as they were.
         if not node.meta.get("declared") or not isinstance(node.target, OpOverload):

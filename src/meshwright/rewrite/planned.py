@@ -40,7 +40,7 @@ class RewriteTarget(NamedTuple):
 
 
 def target_of(plan: Plan) -> RewriteTarget | None:
-    """The target that a plan's graph was rewritten for, or None.
+    """Return the target that a plan's graph was rewritten for, or None.
 
     Raises PlanError if its cluster lacks that kind of device.
     """
@@ -57,7 +57,7 @@ def target_of(plan: Plan) -> RewriteTarget | None:
 
 
 def rewrite_source(source: ModelSource, target: RewriteTarget, mode: Literal["training", "inference"]) -> ModelSource:
-    """The same model as the cheapest graph by prediction; the source itself if no graph is cheaper.
+    """Return the same model as the cheapest graph by prediction; the source itself if no graph is cheaper.
 
     Existing weights are used to check equality in float64, including gradients; fake ones stay fake. Raises
     CaptureError for a model that cannot be captured, RewriteError for one that cannot be rewritten.

@@ -161,7 +161,7 @@ def _difference(machine: Symbols, left: Indexed, right: Indexed) -> str | None:
 
 
 def number_at(rule: Rule, instance: Instance, output: int) -> tuple[list[str], list[str]]:
-    """The index and, case by case, the normal form of a proved output's number there."""
+    """Return the index and, case by case, the normal form of a proved output's number there."""
     (tensor,) = instance.results([rule.left[output]])
     machine = instance.machine
     index = [machine.index(size) for size in tensor.shape]
@@ -190,5 +190,5 @@ def _refined(machine: Symbols, index: list[Polynomial], refine: RefineError) -> 
 
 
 def describe_sizes(shapes: dict[str, tuple[Polynomial, ...]]) -> str:
-    """Shapes in words."""
+    """Return shapes in words."""
     return ", ".join(f"{name}: ({', '.join(map(str, shape))})" for name, shape in shapes.items())

@@ -1,4 +1,4 @@
-"""The result of a rewriting as rows, and as a page that shows both graphs with the rules, their proofs and gains."""
+"""The result of a rewriting: rows and a page with both graphs, rules, proofs and gains; why a rule holds, in words."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import Terms
 
 
-# Why a rule holds, in words: the sizes that fit both sides, and the number that both are at an index.
-
 _MOST_CHARACTERS = 2000
 
 
 def explain_rule(rule: Rule, most_dims: int = MOST_DIMS) -> Iterator[str]:
-    """Lines that explain a rule's verdict, with the proof at the first ranks for which there is one."""
+    """Return lines that explain a rule's verdict: the sizes that fit both sides, and the number of both at an index.
+
+    The proof is that of the first ranks for which there is one.
+    """
     verdict = verify(rule, most_dims=most_dims)
     yield f"{rule.name}: {rule}"
     if rule.source:
@@ -54,7 +55,7 @@ def _shown(rule: Rule, attempt: Attempt) -> Iterator[str]:
 
 
 def rule_rows(candidate: Candidate, rules: Guided) -> list[dict[str, Any]]:
-    """The rules that led to a graph: number of operators, gain, both sides, and proof."""
+    """Return the rules that led to a graph: number of operators, gain, both sides, and proof."""
     ways = {way.rule.name: way for way in (*rules.simplify, *rules.explore, *rules.merge, *rules.fold)}
     rows = []
     made, united = candidate.found.rules, candidate.found.united
@@ -76,7 +77,7 @@ def rule_rows(candidate: Candidate, rules: Guided) -> list[dict[str, Any]]:
 
 
 def proof_text(way: Directed) -> str:
-    """The tensors for which a rule is proved."""
+    """Return the tensors for which a rule is proved."""
     assert way.ranks is not None
     by_name = [dict(each) for each in way.ranks]
     dims = sorted({", ".join(str(each[name]) for name in way.rule.names) for each in by_name})
@@ -85,7 +86,7 @@ def proof_text(way: Directed) -> str:
 
 
 def operator_rows(terms: Terms) -> list[tuple[str, str, str]]:
-    """(name, operator with operands and attributes, type) of each term that outputs need."""
+    """Return (name, operator with operands and attributes, type) of each term that outputs need."""
     names: dict[int, str] = {}
     rows: list[tuple[str, str, str]] = []
     for term in terms.needed():
@@ -121,7 +122,7 @@ code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
 
 
 def report_page(title: str, rewriting: Rewriting) -> str:
-    """One HTML page without scripts: what was found and chosen, the rules, and both graphs side by side."""
+    """Return one HTML page without scripts: what was found and chosen, the rules, and both graphs side by side."""
     before = operator_rows(rewriting.source.terms)
     best = rewriting.chosen or (rewriting.candidates[0] if rewriting.candidates else None)
     parts = [
@@ -140,7 +141,7 @@ def report_page(title: str, rewriting: Rewriting) -> str:
 
 
 def summary(rewriting: Rewriting) -> str:
-    """One sentence on the result."""
+    """Return one sentence on the result."""
     if rewriting.refused and rewriting.chosen is None:
         return f"What was found is not equal to the model on this batch, which stays as it is. {rewriting.refused[0]}"
     if not rewriting.candidates:

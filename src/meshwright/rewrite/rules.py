@@ -1,4 +1,4 @@
-"""`Rule`: two sides of expressions that compute the same tensors."""
+"""`Rule`: two sides of expressions that compute the same tensors; files of rules (`read_rules`); kinds of elements."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Rule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tensors that are given, in order of first use, those of the left first."""
+        """Return the tensors that are given, in order of first use, those of the left first."""
         return tuple(dict.fromkeys(name for side in (*self.left, *self.right) for name in names_of(side)))
 
     @property
     def letters(self) -> tuple[tuple[str, str], ...]:
-        """(letter, the first "operator.attribute" that it is, "" if it is only part of some), left before right."""
+        """Return (letter, the first "operator.attribute" that it is, "" if only a part of some), left before right."""
         found: dict[str, str] = {}
         for side in (*self.left, *self.right):
             for place, letter in letters_of(side):
@@ -91,7 +91,7 @@ def rule_of(
     ranks: Mapping[str, int] | None = None,
     source: str = "",
 ) -> Rule:
-    """A rule from texts. Raises RewriteError for invalid ones."""
+    """Return a rule from texts. Raises RewriteError for invalid ones."""
     sides = [tuple(map(parse, [side] if isinstance(side, str) else side)) for side in (left, right)]
     return Rule(
         name=name,
@@ -103,15 +103,14 @@ def rule_of(
     )
 
 
-# Files of rules are TOML tables ``[[rule]]`` with name, left, right and, if needed, when, ranks and source; for example
-# left "matmul(x, concat(y, z, axis=1))" and right "concat(matmul(x, y), matmul(x, z), axis=1)" with ranks x = 2.
-
 _MOST_BYTES = 8 * 2**20
 _KEYS = {"name", "left", "right", "when", "ranks", "source"}
 
 
+# Files are TOML tables ``[[rule]]`` with name, left, right and, if needed, when, ranks and source; for example left
+# "matmul(x, concat(y, z, axis=1))" and right "concat(matmul(x, y), matmul(x, z), axis=1)" with ranks x = 2.
 def read_rules(path: str | Path) -> list[Rule]:
-    """The rules of a file, in order. Raises RewriteError with the position of the error."""
+    """Return the rules of a file, in order. Raises RewriteError with the position of the error."""
     place = Path(path)
     try:
         if place.stat().st_size > _MOST_BYTES:
@@ -125,7 +124,7 @@ def read_rules(path: str | Path) -> list[Rule]:
 
 
 def parse_rules(document: dict[str, Any], place: str) -> list[Rule]:
-    """The rules of a document that was read from ``place``."""
+    """Return the rules of a document that was read from ``place``."""
     entries = document.get("rule")
     if set(document) - {"rule", "title", "about"} or not isinstance(entries, list) or not entries:
         raise RewriteError(
@@ -159,15 +158,11 @@ def _rule(entry: dict[str, Any], usual_name: str) -> Rule:
     return rule_of(name, sides[0], sides[1], when=when, ranks=ranks, source=source)
 
 
-# Kinds of tensor elements: floats, whole numbers or truth values; a rule that would mix them never applies.
-#
-# Arithmetic is about floating-point numbers: whole ones overflow and divide differently, truth values do not add.
-
 _NUMBER, _WHOLE, _TRUTH = "floating-point numbers", "whole numbers", "truth values"
 
 
 def kind_of(dtype: str) -> str:
-    """The kind of a dtype's values."""
+    """Return the kind of a dtype's values."""
     if dtype == "bool":
         return _TRUTH
     return _NUMBER if dtype.startswith(("float", "bfloat")) else _WHOLE
@@ -228,8 +223,10 @@ class _Kinds:
         return kind_of(dtype) if isinstance(dtype, str) else f"dtype {dtype}"
 
 
+# Kinds of tensor elements are floats, whole numbers or truth values; a rule that would mix them never applies.
+# Arithmetic is about floating-point numbers: whole ones overflow and divide differently, truth values do not add.
 def conflict(rule: Rule) -> str | None:
-    """Why no tensors fit both sides of a rule because of their kinds; None if some do."""
+    """Return why no tensors fit both sides of a rule because of their kinds; None if some do."""
     kinds = _Kinds()
     try:
         for left, right in zip(rule.left, rule.right, strict=True):

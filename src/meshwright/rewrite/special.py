@@ -44,10 +44,9 @@ class Special:
 
 
 def special_numbers(rule: Rule, *, seed: int = 0, most_dims: int = MOST_DIMS) -> Special:
-    """The effect of a rule on a single NaN or infinity in one of its tensors.
+    """Return the effect of a rule on a single NaN or infinity in one of its tensors.
 
-    Tried at a few sizes of each choice of ranks and dims; if no trial of a rule is possible, all tensors count as
-    lost.
+    Tried at a few sizes of each choice of ranks and dims; if no trial of a rule is possible, all tensors count as lost.
     """
     rng = np.random.default_rng(seed)
     lost: set[str] = set()

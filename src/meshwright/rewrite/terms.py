@@ -47,7 +47,7 @@ class TermNode(NamedTuple):
     attributes: tuple[tuple[str, Any], ...] = ()
 
     def attribute(self, name: str) -> Any:
-        """The attribute's value."""
+        """Return the attribute's value."""
         return dict(self.attributes)[name]
 
 
@@ -61,7 +61,7 @@ class Terms:
     _known: dict[TermNode, int] = field(default_factory=dict)
 
     def input(self, name: str, type_: TensorType, kind: InputKind) -> int:
-        """A tensor that is given."""
+        """Add a tensor that is given; return its term."""
         return self.add(TermNode(INPUT, (), (("name", name), ("kind", kind))), type_)
 
     def apply(self, operator: str, *operands: int, **attributes: Any) -> int:
@@ -75,7 +75,7 @@ class Terms:
     def opaque(
         self, key: str, operands: Iterable[int], types: Sequence[TensorType], *, several: bool = False
     ) -> tuple[int, ...]:
-        """An unknown call with these results; ``key`` identifies it for writing the graph.
+        """Add an unknown call with these results; ``key`` identifies it for writing the graph.
 
         ``several``: it returns a tuple, also of one result.
         """
@@ -88,7 +88,7 @@ class Terms:
         )
 
     def needed(self, outputs: Iterable[int] | None = None) -> list[int]:
-        """The terms that outputs need, operands first."""
+        """Return the terms that outputs need, operands first."""
         marked = set()
         todo = list(self.outputs if outputs is None else outputs)
         while todo:
@@ -99,7 +99,7 @@ class Terms:
         return sorted(marked)
 
     def inputs(self) -> Iterator[int]:
-        """Terms that are given, in order."""
+        """Return terms that are given, in order."""
         return (i for i, node in enumerate(self.nodes) if node.operator == INPUT)
 
     def add(self, node: TermNode, type_: TensorType) -> int:
@@ -115,7 +115,7 @@ class Terms:
 
 
 def type_of(node: TermNode, operands: Sequence[TensorType]) -> TensorType:
-    """The type of a declared operator's result. Raises IllTypedError where operands do not fit."""
+    """Return the type of a declared operator's result. Raises IllTypedError where operands do not fit."""
     return _typed(node.operator, tuple(operands), node.attributes)
 
 

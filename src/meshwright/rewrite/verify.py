@@ -1,4 +1,7 @@
-"""`verify`: decide whether a rule is true: proved for all sizes, refuted by an example, or undecided with a reason."""
+"""`verify`: decide whether a rule is true.
+
+A rule is proved for all sizes, refuted by an example, only tested, or never applicable, with the reason.
+"""
 
 from __future__ import annotations
 

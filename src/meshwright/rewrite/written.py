@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def write_found(found: FoundGraph, source: ReadGraph, *, training: bool) -> fx.GraphModule:
-    """The graph, its constants computed beforehand; frozen weights are constants."""
+    """Return the graph, its constants computed beforehand; frozen weights are constants."""
     terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
     return write_graph(terms, source, effects=effects, held=held)
 
@@ -33,7 +33,7 @@ def check_found(
     *,
     training: bool,
 ) -> float:
-    """The largest relative difference in float64. Raises RewriteError if the graph is not equal to the model."""
+    """Return the largest relative difference in float64. Raises RewriteError if the graph is not equal to the model."""
     original = write_graph(source.terms, source, effects=source.effects)
     # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
     worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)

@@ -82,7 +82,10 @@ class BucketSums:
             self._exchange.finish()
 
     def last_backwards(self, program: RankProgram) -> dict[int, tuple[int, ...]]:
-        """Buckets that are final after a computation, by its index: the last one before an update that adds to them."""
+        """Return buckets that are final after a computation, by its index.
+
+        It is the last one before an update that adds to them.
+        """
         stages_of: Mapping[int, Collection[int]] = self._exchange.stages if self._exchange is not None else {}
         last: dict[int, int] = {}
         updated: set[int] = set()

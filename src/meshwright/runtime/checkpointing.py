@@ -48,7 +48,7 @@ _NOTE = "meshwright_kept"
 
 
 def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int]) -> torch.nn.Module:
-    """The module of a stage's ``ops``, in which the graph's ranges are recomputed.
+    """Return the module of a stage's ``ops``, in which the graph's ranges are recomputed.
 
     Raises PlanError for a range that writes to a tensor made outside of it, or reads a tensor that is written later.
     """
@@ -80,7 +80,7 @@ class RecomputedRange(torch.nn.Module):
         return self._keeping is not None
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """The outputs of the range."""
+        """Return the outputs of the range."""
         if not torch.is_grad_enabled():
             return self.body(*inputs)
         # Bypasses hooks of modules, whose kernels selective checkpointing would count.
@@ -97,7 +97,10 @@ class RecomputedRange(torch.nn.Module):
 
 
 def checkpoint_compiled(body: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-    """A range under checkpoint, for torch to compile. Notes at `Kept` calls mark the kernels with kept results."""
+    """Return a range under checkpoint, for torch to compile.
+
+    Notes at `Kept` calls mark the kernels with kept results.
+    """
     contexts = partial(create_selective_checkpoint_contexts, _keep_noted)
     return checkpoint(body, *given, use_reentrant=False, context_fn=contexts)
 
@@ -198,7 +201,7 @@ class KeptConversion(torch.nn.Module):
         self._convert, self._keeping = convert, keeping
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """The converted tensor."""
+        """Return the converted tensor."""
         if self._keeping.runs_again:
             return self._convert(value, self._keeping.results.pop(0))
         made: torch.Tensor = self._convert(value)

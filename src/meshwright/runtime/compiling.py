@@ -1,9 +1,9 @@
-"""Layers of a stage that torch compiles, each on its own (`spec.compiled_units`).
+"""Layers of a stage that torch compiles, each on its own (`compile_units`, `spec.compiled_units`).
 
 The ops of a unit become a graph that receives everything it reads as arguments, parameters too. So equal units share
 one compilation, hooks of parameters and FSDP2's gathers stay outside of it, and a backward that reaches the end of a
 unit has the gradients of all its parameters. torch keeps the code on disk (``TORCHINDUCTOR_CACHE_DIR``), where the next
-run finds it. Random numbers are drawn as in torch without compiling.
+run finds it. Random numbers are drawn as in torch without compiling. `UnitPartitioner` decides what a unit saves.
 
 Units that torch cannot compile run eagerly, and `Compilation.left_out` gives the reasons.
 """
@@ -34,15 +34,13 @@ from meshwright.runtime.checkpointing import Kept, RecomputedRange, checkpoint_c
 from meshwright.runtime.ranges import enclose, find_ops
 from meshwright.spec import Graph, compiled_units
 
-# The saved tensors of a compiled unit: torch's choice, except for masks of the unit's outputs.
-#
-# A unit that ends with a ReLU could save a mask of one byte per element, which torch prefers to the output of four
-# bytes. But the output is saved anyway, by the unit that reads it; and on CPUs inductor writes such masks slowly: a
-# tiny residual network trained at half the speed (2026-11-28, two cores).
-
 _COMPARISONS = (torch.ops.aten.le.Scalar, torch.ops.aten.lt.Scalar, torch.ops.aten.ge.Scalar, torch.ops.aten.gt.Scalar)
 
 
+# Saved tensors are torch's choice, except for masks of the unit's outputs. A unit that ends with a ReLU could save a
+# mask of one byte per element, which torch prefers to the output of four bytes. But the output is saved anyway, by the
+# unit that reads it; and on CPUs inductor writes such masks slowly: a tiny residual network trained at half the speed
+# (2026-11-28, two cores).
 class UnitPartitioner(CustomPartitionerFn):
     """Cuts the joint graph of a unit into its forward and its backward."""
 
@@ -58,7 +56,7 @@ class UnitPartitioner(CustomPartitionerFn):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        """The key for the cache of compiled code; it changes when this module changes."""
+        """Return the key for the cache of compiled code; it changes when this module changes."""
         return "meshwright.runtime.compiling/1"
 
 

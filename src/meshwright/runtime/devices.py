@@ -11,7 +11,7 @@ from meshwright.spec import MeshwrightError, Placement, Plan, PlanError, RunErro
 
 
 def choose_device(plan: Plan | Placement, chosen: Backend | None = None) -> Backend:
-    """The type of device: the ``chosen`` one, or that of the plan's cluster.
+    """Return the type of device: the ``chosen`` one, or that of the plan's cluster.
 
     If the plan's cluster is not known here, it is CUDA if torch sees a GPU. Raises PlanError if it is CUDA and torch
     sees no GPU.
@@ -34,7 +34,7 @@ def choose_device(plan: Plan | Placement, chosen: Backend | None = None) -> Back
 
 
 def own_device(kind: Backend) -> torch.device:
-    """The device of this process: each rank has its own GPU of the host.
+    """Return the device of this process: each rank has its own GPU of the host.
 
     Raises RunError if the host has fewer GPUs than ranks.
     """

@@ -1,9 +1,9 @@
-"""The executor: interprets one rank's part of a Program with real tensors on torch.distributed.
+"""The executor: interprets one rank's part of a Program with real tensors on torch.distributed; values between stages.
 
 One thread issues everything, in the order computed by `rank_program`: computations run synchronously, transfers and
 sums are asynchronous, and a computation waits for what it needs. The executor decides nothing: order, partners, buckets
 and microbatches come from the program, tensors and parts from the captured graph. `steps` chooses the sections to run
-and their batches.
+and their batches. `Messages` holds activations and gradients between stages.
 """
 
 from __future__ import annotations
@@ -49,11 +49,6 @@ from meshwright.spec import (
 )
 from meshwright.spec.instructions import Payload
 
-# Activations and gradients between the stages of a rank and those of others, microbatch by microbatch.
-#
-# Values between two stages of the rank are not sent. Received tensors return to the transport after their last use;
-# sent ones are freed as soon as they are known to have arrived.
-
 # Gradient sends that may be in flight before the oldest is waited for. The wait only bounds their memory: they are
 # received by stages before this one, never by one after it, so it cannot cause a deadlock. Under a user's own schedule
 # the replicas of such a stage may wait for each other's next gradients, and the number is not bounded.
@@ -63,8 +58,13 @@ _MAX_GRADIENT_SENDS = 4
 Received = dict[int, list[torch.Tensor]]
 
 
+# Values between two stages of the rank are not sent. Received tensors return to the transport after their last use;
+# sent ones are freed as soon as they are known to have arrived.
 class Messages:
-    """The inboxes of a rank's stages. ``layouts`` are those of (source stage, target stage, payload)."""
+    """Activations and gradients between the stages of a rank and those of others, microbatch by microbatch.
+
+    ``layouts`` are those of (source stage, target stage, payload).
+    """
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class Messages:
         self._gradients: defaultdict[tuple[int, int], Received] = defaultdict(dict)
 
     def activations(self, stage: int, microbatch: int) -> Received:
-        """The activations that a stage has received of a microbatch."""
+        """Return the activations that a stage has received of a microbatch."""
         return self._activations[stage, microbatch]
 
     def gradients(self, stage: int, microbatch: int) -> Received:
-        """The gradients that a stage has received of a microbatch."""
+        """Return the gradients that a stage has received of a microbatch."""
         return self._gradients[stage, microbatch]
 
     def send_activations(
@@ -277,7 +277,7 @@ class Executor:
             self._issue(item, issue)
 
     def go_on(self, end: int | None = None) -> bool:
-        """Continue the section, up to a forward of a microbatch from ``end`` on; return whether it is done."""
+        """Continue the section, up to a forward of a microbatch from ``end`` on; return whether the section is done."""
         saved = read_generator(self._device) if self._draws_random else None
         computations = self._computations[self._visit.section]
         on = self._visit.microbatches_on
@@ -306,7 +306,7 @@ class Executor:
             self._scale.skips()
 
     def take_outputs(self) -> Outputs:
-        """The outputs of the graph that this rank made since the last call."""
+        """Return the outputs of the graph that this rank made since the last call."""
         made, self._made = dict(self._made), defaultdict(list)
         return made
 

@@ -40,7 +40,7 @@ from meshwright.spec.precision import Numbers
 
 
 def replica_groups(plan: Plan, grid: TeamPosition) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The processes that hold the same stages, by the ranks of the plan. All processes call it together."""
+    """Return the processes that hold the same stages, by the ranks of the plan. All processes call it together."""
     alone = plan.offload.parameters == "host"
     shared = dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1 or alone)
     return {ranks: grid.new_group(ranks) for ranks in shared}
@@ -49,7 +49,7 @@ def replica_groups(plan: Plan, grid: TeamPosition) -> dict[tuple[int, ...], dist
 def replica_meshes(
     plan: Plan, grid: TeamPosition, groups: Mapping[tuple[int, ...], dist.ProcessGroup], device: torch.device
 ) -> dict[tuple[int, ...], DeviceMesh]:
-    """The meshes on which this process shards stages, by the ranks of the plan. All processes call it together.
+    """Return the meshes on which this process shards stages, by the ranks of the plan. All processes call it together.
 
     ``groups`` as from `replica_groups`. Meshes have one dim; with several groups of replicas that shard, a first dim
     joins those at the same places.
@@ -153,7 +153,7 @@ def _fully_shard(
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process has, if it is sharded; else the tensor."""
+    """Return the part of a tensor that this process has, if it is sharded; else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -26,7 +26,7 @@ class Exchange(Protocol):
 
     @property
     def stages(self) -> Mapping[int, Collection[int]]:
-        """The stages whose gradients a bucket collects in their last backward, by its index."""
+        """By bucket index: the stages whose last backwards fill the bucket."""
 
     def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
         """The last backward of these buckets starts; ``on_ready`` is called with parts when they can be summed."""
@@ -35,7 +35,7 @@ class Exchange(Protocol):
         """End the last backward."""
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """The tensor to sum now, in place, for a part."""
+        """Return the tensor to sum now, in place, for a part."""
 
     def merge(self) -> None:
         """Merge the oldest sums into the weights."""
@@ -94,7 +94,7 @@ class BucketExchange:
 
     @property
     def filled(self) -> list[BucketBuffer]:
-        """The buckets."""
+        """The buckets that this rank fills."""
         return self._buckets
 
     @property
@@ -126,7 +126,7 @@ class BucketExchange:
         self._filling = []
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """The buffer of a part."""
+        """Return the buffer of a part."""
         return self._to_sum[part]
 
     def merge(self) -> None:

@@ -124,7 +124,7 @@ def _join_replicas(
 
 
 def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgram]:
-    """The instructions of a rank in each section of a program."""
+    """Return the instructions of a rank in each section of a program."""
     names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
     return {name: arrange_rank(program, getattr(program, name), rank) for name in names}
 

@@ -1,4 +1,4 @@
-"""The model of a process as the runtime uses it: with whole ops, or with sharded ones (`teams`)."""
+"""The model of a process as the runtime uses it, with whole ops or with sharded ones (`make_model`); `replace_held`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from meshwright.runtime.compiling import Compilation, compile_units
 from meshwright.runtime.teams.grid import TeamPosition
 from meshwright.runtime.teams.local_parts import local_model
 from meshwright.spec import Graph, Placement, Plan, StageSlice
-
-# Replace the tensors that modules hold.
 
 
 def replace_held(modules: Iterable[torch.nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -73,28 +71,28 @@ class Model(Protocol):
         """By the id of a user's parameter, the shard that replaces it here."""
 
     def eager(self) -> Self:
-        """The model with eager layers, for backwards in two parts."""
+        """Return the model with eager layers, for backwards in two parts."""
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """A module that computes ``fetches`` from ``feeds`` by some ops."""
+        """Return a module that computes ``fetches`` from ``feeds`` by some ops."""
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """A module that computes tensors from all inputs of the graph, run for shapes and strides alone."""
+        """Return a module that computes tensors from all inputs of the graph, run for shapes and strides alone."""
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
-        """This process's part of a graph input for one microbatch."""
+        """Return this process's part of a graph input for one microbatch."""
 
     def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
         """Sum, before an update, the gradients (by parameter) of which each process of the team has a part."""
 
     def is_split(self, tensor: int) -> bool:
-        """Whether the processes of a team have different parts of a tensor."""
+        """Return whether the processes of a team have different parts of a tensor."""
 
     def alike(self, tensor: int) -> int:
-        """The number of processes of a team that have the same part of a tensor."""
+        """Return the number of processes of a team that have the same part of a tensor."""
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
-        """The whole tensor from the parts of a team's processes."""
+        """Return the whole tensor from the parts of a team's processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,17 +117,17 @@ class WholeModel:
         return {}
 
     def eager(self) -> Self:
-        """The model with eager layers."""
+        """Return the model with eager layers."""
         return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """A part of the captured model."""
+        """Return a part of the captured model."""
         size = self.plan.microbatch_size
         made = part(self.captured, feeds, fetches, batch_size=size, ops=ops, device=self.device)
         return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """The part that computes ``fetches``."""
+        """Return the part that computes ``fetches``."""
         size = self.plan.microbatch_size
         return part(self.captured, self.graph.inputs, fetches, batch_size=size, device=self.device)
 
@@ -154,7 +152,7 @@ class WholeModel:
 
 
 def make_model(captured: Captured, plan: Plan | Placement, grid: TeamPosition, device: torch.device) -> Model:
-    """The model of this process, on its device. Raises PlanError for a sharding that cannot be run."""
+    """Return the model of this process, on its device. Raises PlanError for a sharding that cannot be run."""
     if isinstance(plan, Plan) and not plan.sharding.is_whole:
         return local_model(captured, plan, grid, device)
     if isinstance(plan, Plan):

@@ -1,7 +1,7 @@
-"""Builds a session from a plan (or a placement) and a captured model: all parts of a rank.
+"""Builds a session from a plan (or a placement) and a captured model (`open_session`): all parts of a rank.
 
 These are the program that the simulator would also read, this rank's stages cut from the graph, their parameters on the
-device, the process groups, the buckets, the updates, and the executor.
+device, the process groups, the buckets, the updates, and the executor. `WaveExchange` sums changes of weights by waves.
 
 A placement must keep together the ops that write to the same memory (`check_placed_writes`). The planner uses names
 (`planner.placing.op_tasks`), as a graph does not list the writes of an op. A captured model does
@@ -90,12 +90,6 @@ from meshwright.spec import (
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.sharding import UNSHARDED
 
-# Virtual workers: the changes of a stage's replicas in a wave of minibatches are summed, and merged later.
-#
-# Each replica updates weights of its own. At the end of a wave, d = w - w', with w' the weights at its start, is its
-# change; the sum over the replicas less its own d is the change of the others. A merge adds the latter to the weights
-# (`program.schedules.asynchronous`; Park et al., HetPipe, ATC 2020).
-
 
 class _WaveBucket:
     """Parameters that are summed together; ``begun`` are their values at the start of the wave."""
@@ -126,6 +120,10 @@ class _WaveBucket:
         self.begun = self.flatten()
 
 
+# In virtual workers, the changes of a stage's replicas in a wave of minibatches are summed, and merged later. Each
+# replica updates weights of its own. At the end of a wave, d = w - w', with w' the weights at its start, is its change;
+# the sum over the replicas less its own d is the change of the others. A merge adds the latter to the weights
+# (`program.schedules.asynchronous`; Park et al., HetPipe, ATC 2020).
 class WaveExchange:
     """The buckets of a rank whose updates are summed by waves."""
 

@@ -1,8 +1,9 @@
-"""Replicas that shard optimizer states (ZeRO 1): each updates its part of every bucket.
+"""Steps of optimizers: sharded states (ZeRO 1), repairs of staleness (`Repair`), loss scaling, and gradient clipping.
 
-The parameters of a bucket are in one flat buffer, padded to equal parts, as their gradients are. Gradients are
-reduce-scattered, the optimizer updates the pieces of parameters in its own part, and the parts are all-gathered while
-the next step starts. An update must treat each element by itself: the optimizer is tested for that.
+`ShardedBuckets`: each replica updates its part of every bucket. The parameters of a bucket are in one flat buffer,
+padded to equal parts, as their gradients are. Gradients are reduce-scattered, the optimizer updates the pieces of
+parameters in its own part, and the parts are all-gathered while the next step starts. An update must treat each element
+by itself: the optimizer is tested for that (`check_elementwise`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from meshwright.runtime.transport import Transport
 from meshwright.spec import Backward, OptimizerStep, Placement, Plan, PlanError, StageSlice, suggest
 from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
-# Two optional repairs of training with delayed gradients under an asynchronous plan.
-#
-# A gradient that was computed with version v of a stage's weights makes version v + 1 + d: its staleness is d updates.
+RepairKind = Literal["predict", "discount"]
+REPAIRS: tuple[RepairKind, ...] = get_args(RepairKind)
+
+
+# Training with delayed gradients under an asynchronous plan: a gradient that was computed with version v of a stage's
+# weights makes version v + 1 + d; its staleness is d updates.
 #
 #     predict     read w + d (w - w') in place of w, with w' the version before: where the weights will be when the
 #                 gradient arrives, if each update is like the last one. For SGD with momentum that is SpecTrain's
@@ -42,14 +46,9 @@ from meshwright.torch_names import all_gather_single, reduce_scatter_single
 # Sources: Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU
 # Platform" (1809.02839, section 3.3); Guan et al., "XPipe" (1911.04610, section 3); Yang et al., "PipeMare"
 # (1910.05124, section 3.1).
-
-RepairKind = Literal["predict", "discount"]
-REPAIRS: tuple[RepairKind, ...] = get_args(RepairKind)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """The remedy for staleness; ``fade_updates`` is for a discount, 0 if it does not fade."""
+    """The optional repair of staleness; ``fade_updates`` is for a discount, 0 if it does not fade."""
 
     kind: RepairKind
     fade_updates: int = 0
@@ -66,7 +65,7 @@ class Repair:
             )
 
     def rate(self, staleness: int, num_updates: int) -> float:
-        """The factor of the learning rate after ``num_updates`` updates."""
+        """Return the factor of the learning rate after ``num_updates`` updates."""
         if self.kind != "discount" or staleness <= 1:
             return 1.0
         faded = min(num_updates / self.fade_updates, 1.0) if self.fade_updates else 0.0
@@ -83,7 +82,7 @@ def check_repair(plan: Plan | Placement, repair: Repair | None) -> None:
 
 
 def find_staleness(body: RankProgram) -> dict[int, int]:
-    """By stage, the largest number of updates between reading the weights of a gradient and applying it."""
+    """Return, by stage, the largest number of updates between reading the weights of a gradient and applying it."""
     found: dict[int, int] = {}
     used: dict[int, list[int]] = {}
     for item in body.computations:
@@ -98,16 +97,13 @@ def find_staleness(body: RankProgram) -> dict[int, int]:
     return found
 
 
-# Scaled losses for float16 gradients: the scale, and whether all ranks may update.
-#
+_START, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
+
+
 # Losses are multiplied by the scale, so that small gradients do not vanish in float16. Before the first update of a
 # step a rank divides its gradients by the scale and notes whether one is not finite; the program's all-reduce over all
 # ranks (`program.gradient_exchange`) sums these flags. If any is set, all ranks skip the step and halve the scale;
 # after 2,000 steps in a row it is doubled (defaults of torch.amp.GradScaler).
-
-_START, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
-
-
 class LossScale(AgreedNumber):
     """The scale of a run, and per step the number of ranks with a gradient that is not finite.
 
@@ -150,7 +146,10 @@ class LossScale(AgreedNumber):
         self._is_open = True
 
     def skips(self) -> bool:
-        """Whether the step is skipped; available after `begin` and its works. A step's first call updates the scale."""
+        """Return whether the step is skipped; available after `begin` and its works.
+
+        A step's first call updates the scale.
+        """
         if self._is_open:
             self._is_open = False
             # Fake tensors, of a dry run, have no values.
@@ -163,7 +162,7 @@ class LossScale(AgreedNumber):
         return self._skips
 
     def state(self) -> dict[str, float]:
-        """The scale, and the number of steps since it changed."""
+        """Return the scale, and the number of steps since it changed."""
         return {"value": self.value, "num_good": self._num_good}
 
     def take_state(self, state: Mapping[str, float]) -> None:
@@ -171,18 +170,12 @@ class LossScale(AgreedNumber):
         self.value, self._num_good = float(state["value"]), int(state["num_good"])
 
 
-# Gradient clipping by the global norm: every parameter counts once, wherever its gradient is.
-#
-# A rank sums the squares of its gradients, each divided by the number of processes that hold a copy; the program's
-# all-reduce over all ranks (`program.gradient_exchange`) sums them before the first update. All updates of the step are
-# then multiplied by max_norm / (norm + 1e-6), at most 1, as in torch's clip_grad_norm_.
-
 # torch.nn.utils.clip_grad_norm_ adds this to the norm.
 _EPSILON = 1e-6
 
 
 def with_clipping(plan: Plan | Placement, max_norm: float | None) -> Plan | Placement:
-    """The plan in which ranks agree on the norm of all gradients, if these are to be clipped.
+    """Return the plan in which ranks agree on the norm of all gradients, if these are to be clipped.
 
     Raises PlanError for a norm that is not positive, for a missing norm, and for a plan that cannot clip.
     """
@@ -219,6 +212,10 @@ def _num_groups(plan: Plan | Placement, num_replicas: int) -> int:
     return num_replicas // plan.exchange.num_parts(num_replicas) if isinstance(plan, Plan) else 1
 
 
+# Gradient clipping by the global norm: every parameter counts once, wherever its gradient is. A rank sums the squares
+# of its gradients, each divided by the number of processes that hold a copy; the program's all-reduce over all ranks
+# (`program.gradient_exchange`) sums them before the first update. All updates of the step are then multiplied by
+# max_norm / (norm + 1e-6), at most 1, as in torch's clip_grad_norm_.
 class NormClip(AgreedNumber):
     """The squared norm of a step's gradients; other arguments as in `AgreedNumber`.
 
@@ -248,7 +245,7 @@ class NormClip(AgreedNumber):
                 self._total += share * own_part(parameter.grad).double().square().sum()
 
     def coefficient(self) -> torch.Tensor:
-        """The factor for gradients, available after `begin` and its works."""
+        """Return the factor for gradients, available after `begin` and its works."""
         norm = self._total[0].sqrt() * self._inverse()
         return (self._max_norm / (norm + _EPSILON)).clamp(max=1.0)
 
@@ -310,7 +307,7 @@ class ShardedBuckets(BucketExchange):
         return self.sharded[part].own_gradients
 
     def pieces(self, parameters: dict[int, torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
-        """The parts of a rank's parameters that it updates, by tensor id: its pieces, and parameters in no bucket."""
+        """Return what a rank updates of its parameters, by tensor id: its pieces, and parameters in no bucket."""
         shared = {id(parameter) for bucket in self.sharded.values() for parameter in bucket.parameters}
         own = {tensor: parameter for tensor, parameter in parameters.items() if id(parameter) not in shared}
         for bucket in self.sharded.values():

@@ -52,7 +52,7 @@ def check_precision(plan: Plan | Placement, device: torch.device | None = None) 
 
 
 def autocast_type(plan: Plan | Placement) -> torch.dtype | None:
-    """The type that forwards are cast to by torch's autocast."""
+    """Return the type that forwards are cast to by torch's autocast."""
     return _dtype(plan.workload.numbers.autocast)
 
 
@@ -97,7 +97,7 @@ def set_gradient_type(parameter: torch.Tensor, dtype: torch.dtype | None) -> Non
 
 
 def gradient_type(parameter: torch.Tensor) -> torch.dtype:
-    """The type of a parameter's gradient."""
+    """Return the type of a parameter's gradient."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
@@ -129,7 +129,7 @@ class Masters:
             master.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The masters by tensor id."""
+        """Return the masters by tensor id."""
         return {str(tensor): master.detach() for tensor, master in self.masters.items()}
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:

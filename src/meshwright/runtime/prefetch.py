@@ -45,5 +45,5 @@ class Coming(Sequence[Sequence[torch.Tensor]]):
         return self.choose(self.take(microbatch).tensors)
 
     def loading(self, microbatch: int) -> Loading:
-        """A handle to wait for a microbatch before its use."""
+        """Return a handle to wait for a microbatch before its use."""
         return Loading(lambda: self.take(microbatch))

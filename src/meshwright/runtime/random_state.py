@@ -13,7 +13,7 @@ _MASK = 2**64 - 1
 
 
 def microbatch_seed(run_seed: int, step: int, microbatch: int) -> int:
-    """A 63-bit seed; similar inputs give unrelated seeds (finaliser of splitmix64: Steele, Lea, Flood 2014)."""
+    """Return a 63-bit seed; similar inputs give unrelated seeds (finaliser of splitmix64: Steele, Lea, Flood 2014)."""
     value = 0
     for part in (run_seed, step, microbatch):
         value = (value + part + 0x9E3779B97F4A7C15) & _MASK

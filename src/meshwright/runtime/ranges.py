@@ -27,7 +27,7 @@ def note_ops(module: fx.GraphModule, ops: Sequence[int]) -> None:
 
 
 def find_ops(node: fx.Node) -> tuple[int, int] | None:
-    """The first and the last op of a node; None for inputs, parameters and outputs."""
+    """Return the first and the last op of a node; None for inputs, parameters and outputs."""
     found: tuple[int, int] | None = node.meta.get(_OPS)
     return found
 

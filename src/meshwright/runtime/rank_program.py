@@ -235,7 +235,7 @@ def _merge(section: Section, lanes: Sequence[deque[int]]) -> Iterator[int]:
 
 
 def bucket_of(instruction: Instruction) -> int:
-    """The bucket, or the part of one, at whose mark an instruction is issued."""
+    """Return the bucket, or the part of one, at whose mark an instruction is issued."""
     assert isinstance(instruction, AllReduce | ReduceScatter), "marks are of buckets"
     return instruction.bucket
 

@@ -56,7 +56,7 @@ class Recorder:
         self._end_step = end_step
 
     def now(self) -> Moment:
-        """The current moment in the order of the computations."""
+        """Return the current moment in the order of the computations."""
         return _event() if self.active and self._device.type == "cuda" else time.perf_counter_ns()
 
     def add(self, index: int, step: int, start: Moment, end: Moment) -> None:
@@ -65,7 +65,7 @@ class Recorder:
             self._rows.append((index, step, start, end))
 
     def rows(self) -> np.ndarray:
-        """The recorded spans, shape (spans, 4); waits for a GPU."""
+        """Return the recorded spans, shape (spans, 4); waits for a GPU."""
         if self._origin is not None:
             torch.cuda.synchronize(self._device)
         rows = [(index, step, self._time(start), self._time(end)) for index, step, start, end in self._rows]
@@ -86,7 +86,7 @@ def _event() -> torch.cuda.Event:
 
 
 def measure_clock_offset() -> int:
-    """Nanoseconds to add to this rank's clock to get rank 0's. All ranks call it together."""
+    """Return nanoseconds to add to this rank's clock to get rank 0's. All ranks call it together."""
     rank, offset = dist.get_rank(), 0
     for other in range(1, dist.get_world_size()):
         if rank == 0:
@@ -148,7 +148,10 @@ def gather_timeline(
 def make_timeline(
     program: Program, section: Section, rows_per_rank: list[np.ndarray], peaks: Sequence[ProcessPeak]
 ) -> Timeline:
-    """A measured timeline from rows (instruction, step, start ns, end ns) on one clock; time 0 is the first start."""
+    """Return a measured timeline from rows (instruction, step, start ns, end ns) on one clock.
+
+    Time 0 is the first start.
+    """
     rows = np.concatenate(rows_per_rank)
     rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
     index = rows[:, 0]

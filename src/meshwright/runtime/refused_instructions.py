@@ -42,14 +42,14 @@ Beside = Send | Receive | Exchange | Load | Offloading
 
 
 def wrong_in_compute(instruction: Beside) -> ProgramError:
-    """The error for an instruction that is in a compute stream but belongs in another."""
+    """Return the error for an instruction that is in a compute stream but belongs in another."""
     return ProgramError(
         f"{instruction} is in a compute stream; communication, loading and the host's work have their own streams."
     )
 
 
 def wrong_beside(instruction: Instruction) -> ProgramError:
-    """The error for an instruction outside the compute stream that the executor does not issue."""
+    """Return the error for an instruction outside the compute stream that the executor does not issue."""
     match instruction:
         case Push() | Sum() | Pull():
             return ProgramError(

@@ -50,7 +50,7 @@ class BufferSync:
 
 
 def written_buffers(captured: Captured) -> frozenset[int]:
-    """The buffers, as tensor ids, whose memory an op writes."""
+    """Return the buffers, as tensor ids, whose memory an op writes."""
     table = captured.table
     memory = {i: row.slot.storage if row.slot.storage >= 0 else -2 - i for i, row in enumerate(table.tensors)}
     written = {memory[i] for row in table.ops for i in row.written}

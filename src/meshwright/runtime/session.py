@@ -1,4 +1,4 @@
-"""The session: the state of one rank while it works on a plan, and its process group."""
+"""The session (`Session`): the state of one rank while it works on a plan, its steps (`Steps`), its process group."""
 
 from __future__ import annotations
 
@@ -32,20 +32,18 @@ from meshwright.spec import Graph, Placement, Plan, PlanError, Program, RunError
 from meshwright.spec.instructions import UPDATES
 from meshwright.spec.plan import check_counts
 
-# Which sections of a program run when a global batch arrives: a whole step, or the next part of an endless stream.
-#
-# A synchronous program is its body, once per step. In an asynchronous one W microbatches enter in its prologue and W
-# more in its epilogue; with M microbatches in a global batch, that is A = W / M batches each.
+_PROLOGUE = -1
+
+
+# Which sections of a program run when a global batch arrives: a synchronous program is its body, once per step. In an
+# asynchronous one W microbatches enter in its prologue and W more in its epilogue; with M microbatches in a global
+# batch, that is A = W / M batches each.
 #
 #     batch b < 2 A     the prologue, as far as the available microbatches allow
 #     batch b >= 2 A    the body once more: A batches enter that came before, so that none is missing
 #     finish            the epilogue: batches in the pipeline leave, and the last A batches enter and leave
 #
 # Only the waits of the program apply in between: sends and sums of one repetition continue in the next.
-
-_PROLOGUE = -1
-
-
 class Steps(Protocol):
     """Runs a program batch by batch."""
 
@@ -54,7 +52,7 @@ class Steps(Protocol):
 
     @property
     def next_repetition(self) -> int:
-        """The next repetition of the body, as the recorder numbers them."""
+        """Return the next repetition of the body, as the recorder numbers them."""
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
         """Run the batch of a step: ``inputs[s][m]`` are the inputs of stage s for microbatch m, in its order."""
@@ -74,7 +72,7 @@ class FlushingSteps:
 
     @property
     def next_repetition(self) -> int:
-        """The next step."""
+        """Return the next step."""
         return self._place
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
@@ -112,7 +110,7 @@ class EndlessSteps:
 
     @property
     def next_repetition(self) -> int:
-        """The repetition of the next batch, once the pipeline is full."""
+        """Return the repetition of the next batch, once the pipeline is full."""
         return self._base + max(self._fed - self.num_filling, 0)
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
@@ -206,7 +204,7 @@ class Session:
     shorter: dict[int, Steps] = field(default_factory=dict)
 
     def count_microbatches(self, tensors: Sequence[torch.Tensor]) -> int:
-        """The microbatches of a global batch (graph inputs in order); the last one of a data set may have fewer.
+        """Return the microbatches of a global batch (graph inputs in order); the last one of a data set may have fewer.
 
         Raises PlanError for a batch that the plan's microbatches do not divide, or that is larger than the plan's.
         """
@@ -245,14 +243,14 @@ class Session:
 
     @property
     def own_state(self) -> list[torch.Tensor]:
-        """Parameters, their master weights and buffers that this process holds on its device."""
+        """Return parameters, their master weights and buffers that this process holds on its device."""
         buffers = [item for module in self.modules for item in module.buffers()]
         away = self.hosting.resident if self.hosting is not None else ()
         parameters = [item for i, item in self.parameters.items() if i not in away]
         return [own_part(item) for item in (*parameters, *self.updates.masters, *buffers)]
 
     def count_host_bytes(self) -> int:
-        """Bytes of host memory in use for offloaded states."""
+        """Return the bytes of host memory in use for offloaded states."""
         return self.hosting.memory.num_bytes if self.hosting is not None else 0
 
     @property
@@ -290,7 +288,7 @@ class Session:
             return made
 
     def reads(self, microbatch: int) -> bool:
-        """Whether a stage of this rank reads inputs of a microbatch."""
+        """Return whether a stage of this rank reads inputs of a microbatch."""
         plans = self.plan.stages
         return any(stage.inputs and plans[stage.index].rank_of(microbatch) == self.grid.rank for stage in self.stages)
 
@@ -396,7 +394,7 @@ def _split_batch(
 
 
 def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tensors on a device; from pageable memory to a GPU through pinned memory, without waiting for it."""
+    """Return tensors on a device; from pageable memory to a GPU through pinned memory, without waiting for it."""
     if device.type != "cuda":
         return tuple(item.to(device) for item in tensors)
     return tuple(

@@ -32,7 +32,7 @@ def channel_layouts(
     *,
     channels_last: bool = False,
 ) -> dict[tuple[int, int, str], tuple[WireLayout, ...]]:
-    """Layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples.
+    """Return layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples.
 
     ``make_module(tensors)`` makes a module that computes tensors of the graph from its inputs. ``channels_last``:
     images are passed in that layout.
@@ -60,7 +60,7 @@ def takes_channels_last(
     device: torch.device,
     autocast: torch.dtype | None = None,
 ) -> bool:
-    """Whether a graph with convolutions computes the same if images are in the channels-last layout.
+    """Return whether a graph with convolutions computes the same if images are in the channels-last layout.
 
     Compiled convolutions are several times as fast with it, and each unit would otherwise convert its input. A captured
     view may not fit the other strides, and some ops read memory in its order.

@@ -1,4 +1,7 @@
-"""One stage on one rank: forward and backward of a microbatch through the part that was cut from the captured graph."""
+"""One stage on one rank (`StageRunner`): forward and backward of a microbatch through its part; split backwards.
+
+The part was cut from the captured graph. `SplitPart` makes backwards in two parts.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,17 @@ from meshwright.runtime.random_state import read_generator, seed_generator, writ
 from meshwright.runtime.versions import VersionedPart
 from meshwright.spec import Channel, Graph, ProgramError, StageSlice
 
-# Backwards in two parts: first the gradients of a stage's received values, later those of its parameters.
-#
-# Every op of a part that reads a trainable parameter becomes an autograd node of its own (`_Later`), which runs the op
-# on detached copies. Its backward computes only the gradients of its activations, and notes where its small graph ends
-# and which gradients arrived there. `finish` continues from those notes to the parameters. Nothing is computed twice:
-# together both parts do what one backward does.
-
 _CALLS = ("call_function", "call_module")
 
 # The place where the backward of an op continues to its parameters, and the gradients that arrived there.
 Notes = list[tuple[GradientEdge, torch.Tensor]]
 
 
+# Backwards in two parts: first the gradients of a stage's received values, later those of its parameters. Every op of a
+# part that reads a trainable parameter becomes an autograd node of its own (`_Later`), which runs the op on detached
+# copies. Its backward computes only the gradients of its activations, and notes where its small graph ends and which
+# gradients arrived there. `finish` continues from those notes to the parameters. Nothing is computed twice: together
+# both parts do what one backward does.
 class SplitPart:
     """Runs a part like the part itself; a backward leaves notes of the microbatch, from which `finish` continues."""
 
@@ -48,7 +49,7 @@ class SplitPart:
 
     @property
     def notes(self) -> Notes:
-        """The list of the last call."""
+        """Return the list of the last call."""
         return self._sink.notes
 
     def finish(self, notes: Notes) -> None:
@@ -328,7 +329,10 @@ class StageRunner:
     def backward_input(
         self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]], loss_scale: float
     ) -> dict[int, list[torch.Tensor]]:
-        """The gradients to send, as in `backward`. A part that is not split adds to its parameters' gradients, too."""
+        """Return the gradients to send, as `backward`.
+
+        A part that is not split adds to its parameters' gradients, too.
+        """
         tape = self._tapes.pop(microbatch)
         gradients: dict[int, torch.Tensor] = {}
         for channel in self._stage.outgoing:
@@ -370,7 +374,7 @@ class StageRunner:
             self._part.restart()
 
     def leaving(self, channel: Channel, outputs: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """The values of a channel after a forward: its tensors, and the generator's state if the channel carries it."""
+        """Return a channel's values after a forward: its tensors, and the generator's state if it carries that."""
         values = [outputs[tensor] for tensor in channel.tensors]
         return [*values, read_generator(self._device)] if channel.carries_rng else values
 
@@ -389,23 +393,23 @@ class StageRunner:
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Torch's autocast to a type; a null context for None."""
+    """Return torch's autocast to a type; a null context for None."""
     return torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
 
 
 def laid_out(value: torch.Tensor) -> torch.Tensor:
-    """A batch of images in channels-last layout; any other tensor unchanged."""
+    """Return a batch of images in channels-last layout; any other tensor unchanged."""
     is_image = value.ndim == 4 and value.is_floating_point()
     return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
 
 def stage_feeds(stage: StageSlice) -> tuple[int, ...]:
-    """Ids of the part's inputs: the stage's graph inputs, then the tensors of its channels, in order."""
+    """Return ids of the part's inputs: the stage's graph inputs, then the tensors of its channels, in order."""
     return (*stage.inputs, *(tensor for channel in stage.incoming for tensor in channel.tensors))
 
 
 def stage_fetches(stage: StageSlice) -> tuple[int, ...]:
-    """Ids of the part's results: the tensors sent on its channels and the graph outputs, each once."""
+    """Return ids of the part's results: the tensors sent on its channels and the graph outputs, each once."""
     sent = (tensor for channel in stage.outgoing for tensor in channel.tensors)
     return tuple(dict.fromkeys((*sent, *stage.outputs)))
 

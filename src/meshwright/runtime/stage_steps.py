@@ -92,7 +92,7 @@ class StageSteps:
         return [*self._masters.masters.values()]
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state, for shards if parameters are sharded, and the number of updates of each stage."""
+        """Return the optimizer's state (of shards if parameters are sharded) and each stage's number of updates."""
         found = self._optimizer.state_dict() if self._optimizer is not None else {}
         return {
             "optimizer": tree_map_only(torch.Tensor, own_part, found),
@@ -159,10 +159,10 @@ def _without_closure(optimizer: torch.optim.Optimizer | None) -> torch.optim.Opt
 def own_optimizer(
     optimizer: OptimizerArgument, parameters: list[torch.nn.Parameter], replaced: Mapping[int, torch.Tensor | None]
 ) -> torch.optim.Optimizer | None:
-    """An optimizer over this rank's parameters only; None if it has none to train.
+    """Return an optimizer over this rank's parameters only; None if it has none to train.
 
-    ``replaced``: by the id of a parameter, the shard that replaces it; None if this rank has none. Raises PlanError
-    if parameters are missing from the optimizer.
+    ``replaced``: by the id of a parameter, the shard that replaces it; None if this rank has none. Raises PlanError if
+    parameters are missing from the optimizer.
     """
     if not parameters:
         return None

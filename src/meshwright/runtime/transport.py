@@ -1,4 +1,4 @@
-"""Moves tensors between ranks: asynchronous sends, receives and sums over torch.distributed.
+"""Moves tensors between ranks (`Transport`): asynchronous sends, receives and sums; their works (`Pending`).
 
 Tensors are sent with the strides that the receiving part expects (a later ``view`` may depend on them): the sender
 sends its storage order if its strides are equal, else a copy with these strides. Both ends know every layout
@@ -30,8 +30,6 @@ from meshwright.runtime.recorder import Moment, Recorder
 from meshwright.runtime.teams.grid import TeamPosition
 from meshwright.spec import Opcode, Program
 from meshwright.spec.instructions import SENDS
-
-# Works that are issued and not yet waited for: sends, receives and sums, by the place of their section in the run.
 
 
 class Work(Protocol):
@@ -75,7 +73,10 @@ class Key(NamedTuple):
 
 
 class Pending:
-    """Waits for each issued instruction once, and records when it was found done."""
+    """Works that are issued and not yet waited for, by the place of their section in the run.
+
+    It waits for each issued instruction once, and records when it was found done.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -87,7 +88,7 @@ class Pending:
         self._sections[place] = section
 
     def section_at(self, place: int) -> SectionName | None:
-        """The section at a place; None if everything of it has been waited for."""
+        """Return the section at a place; None if everything of it has been waited for."""
         return self._sections.get(place)
 
     def add(self, key: Key, works: Sequence[Work], start: Moment) -> None:
@@ -95,7 +96,7 @@ class Pending:
         self._works[key] = works, start
 
     def works(self, key: Key) -> Sequence[Work]:
-        """The works of an instruction that may be in progress; empty after they were waited for."""
+        """Return the works of an instruction that may be in progress; empty after they were waited for."""
         return self._works[key][0] if key in self._works else ()
 
     def wait(self, key: Key) -> None:
@@ -142,7 +143,7 @@ class WireLayout:
     dtype: torch.dtype
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A new tensor of this layout."""
+        """Return a new tensor of this layout."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
@@ -187,7 +188,7 @@ class Transport:
         return [_work(dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))]
 
     def sum_behind(self, before: Sequence[Work], tensor: torch.Tensor, ranks: tuple[int, ...]) -> list[Work]:
-        """The same after other works are done, which are waited for asynchronously."""
+        """Sum as `sum_over`, after other works are done, which are waited for asynchronously."""
         group = self._later_groups[ranks]
         return [self._behind.begin(before, lambda: _work(dist.all_reduce(tensor, group=group, async_op=True)))]
 

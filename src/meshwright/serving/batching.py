@@ -1,6 +1,7 @@
-"""Equations of batching under deadlines, and their bounds: rates for given devices, devices for given rates.
+"""Equations of batching under deadlines, and their bounds; latencies from a table (`take_latencies`).
 
-With l(b) = α b + β, or lines between measured sizes, the latency of a batch, L the SLO and N devices,
+The equations give rates for given devices, and devices for given rates. With l(b) = α b + β, or lines between measured
+sizes, the latency of a batch, L the SLO and N devices,
 
     throughput       N b / l(b)                 `throughput`
     uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
@@ -27,12 +28,10 @@ from numpy.typing import NDArray
 
 from meshwright.spec import Deployment, Latency, Measurements, ServedModel, ServingError, name_model
 
-# Latencies of a deployment's models from a measurement table (`meshwright measure MODEL --batches`).
-#
-# Models that have a latency keep it. The others take the medians of all measured batch sizes of their model, found by
-# name (`spec.name_model`): the reference as it was typed, or another path to the same file.
 
-
+# Models that have a latency keep it. The others take the medians of all measured batch sizes of their model
+# (`meshwright measure MODEL --batches`), found by name (`spec.name_model`): the reference as it was typed, or another
+# path to the same file.
 def take_latencies(deployment: Deployment, table: Measurements) -> Deployment:
     """Return the deployment with latencies for the models that lack one.
 

@@ -1,4 +1,4 @@
-"""Expand a deployment: turn its queries and trunks into plain models, the only kind that the other modules handle."""
+"""Expand a deployment (`expand_deployment`): queries and trunks become plain models, which the other modules handle."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from meshwright.serving.batching import Equation, devices_for, largest_batch
 from meshwright.spec import Deployment, Head, Latency, ModelCall, Poisson, Query, ServedModel, ServingError, Trunk
 from meshwright.spec.units import Bytes, Seconds
 
-# Models that share their first layers: the trunk runs once for all requests, then each head for its own.
-#
-# With r_i the rate of head i, w_i = r_i / Σ r and l_p, l_i the latencies of trunk and heads, a batch of b requests
-# takes
+
+# Models that share their first layers: the trunk runs once for all requests, then each head for its own. With r_i the
+# rate of head i, w_i = r_i / Σ r and l_p, l_i the latencies of trunk and heads, a batch of b requests takes
 #
 #     l(b) = l_p(b) + Σ l_i(w_i b) = (α_p + Σ w_i α_i) b + β_p + Σ β_i
 #
@@ -23,8 +22,6 @@ from meshwright.spec.units import Bytes, Seconds
 # batches are modelled as slower than they are.
 #
 # Served separately, a batch of head i takes l_p(b) + l_i(b) and consists of its own requests only.
-
-
 def share_trunk(trunk: Trunk) -> ServedModel:
     """Return trunk and heads as one model. Raises ServingError if a batch of one takes longer than the SLO."""
     return ServedModel(
@@ -92,26 +89,20 @@ def _sum_load(*parts: Trunk | Head) -> Seconds | None:
     return Seconds(math.fsum(known)) if len(known) == len(parts) else None
 
 
-# Queries that call several models: how to divide a query's time among its calls.
-#
+# One segment is a hundredth of the SLO: finer than latencies are known.
+SEGMENTS = 100
+
+
 # A query is a tree of calls: the first one sees every query, each of the others ``fan_out`` requests for each request
 # of the call before it (a detector, then a classifier for each car that it found). If the times of the calls on every
-# path from the root sum to the query's SLO, a query whose calls are all in time is in time. Among all such splits,
-# `split_time` finds the one that needs the fewest devices (Nexus, SOSP 2019, section 6.2), with the time in S segments:
+# path from the root sum to the query's SLO, a query whose calls are all in time is in time. Among all such splits, this
+# finds the one that needs the fewest devices (Nexus, SOSP 2019, section 6.2), with the time in S segments:
 #
 #     devices(u, t) = min over k ≤ t of  need(u, k) + Σ over calls v after u of devices(v, t − k)
 #
 # Here need is `batching.devices_for` in the time of k segments less delay and slack: for high rates r l(B) / B with the
 # largest batch B that an equation allows in that time, as in the paper; for low rates the time to fill a batch counts,
-# too. `split_evenly`, the baseline of Nexus, divides the remaining time among the calls of the longest remaining path.
-#
-# `expand_queries` makes a model of each call, whose requests arrive independently of each other. In reality, those of
-# one query arrive together when the call before them ends, which gives larger batches and more bursts.
-
-# One segment is a hundredth of the SLO: finer than latencies are known.
-SEGMENTS = 100
-
-
+# too.
 def split_time(
     query: Query,
     *,
@@ -169,7 +160,10 @@ def _spread(query: Query, needed: Mapping[str, int], segments: int) -> dict[str,
 
 
 def split_evenly(query: Query) -> dict[str, float]:
-    """Return the seconds of each call: the rest of the SLO, divided by the number of calls on its longest path down."""
+    """Return the seconds of each call: the rest of the SLO, divided by the number of calls on its longest path down.
+
+    This is the baseline of Nexus.
+    """
     after, longest = _calls_after(query), dict[str, int]()
     for call in reversed(query.calls):
         longest[call.name] = 1 + max((longest[later.name] for later in after[call.name]), default=0)
@@ -206,7 +200,9 @@ def call_rates(query: Query) -> dict[str, float]:
 def expand_queries(deployment: Deployment, scale: float = 1.0) -> Deployment:
     """Return the deployment with a model query.call for each call of its queries; its SLO is the call's time.
 
-    The time is divided for ``scale`` times the rates; the models' rates are not scaled.
+    The time is divided for ``scale`` times the rates; the models' rates are not scaled. Requests for each model arrive
+    independently. In reality, those of one query arrive together when the call before them ends, which gives larger
+    batches and more bursts.
     """
     if not deployment.queries:
         return deployment
@@ -237,7 +233,7 @@ def _calls_after(query: Query) -> dict[str, Sequence[ModelCall]]:
 
 
 def expand_deployment(deployment: Deployment, scale: float = 1.0) -> Deployment:
-    """Return the deployment with models in place of queries and trunks (see above).
+    """Return the deployment with models in place of queries and trunks (`expand_queries`, `expand_trunks`).
 
     Queries divide their time as is best at ``scale`` times their rates; the models' rates are not scaled.
     """

@@ -71,6 +71,6 @@ def next_event(control: Control) -> int:
 
 @compiled
 def is_next(control: Control, time: int, requester: int) -> bool:
-    """Whether an event comes before the first entry of the heap of requests, where joins are negative."""
+    """Return whether an event comes before the first entry of the heap of requests, where joins are negative."""
     event_ps = next_event(control)
     return event_ps < time or (event_ps == time and requester >= 0)

@@ -1,9 +1,10 @@
-"""Find the chain of instructions that determines the length of a step. Exact, in ps, from the times of a simulation.
+"""The chain of instructions that determines the length of a step (`find_critical_path`), and what would shorten it.
 
-Every instruction i starts at the moment s(i) at which the last of its preconditions happens: its predecessor in its
-stream ends, an awaited instruction ends, a mark is raised inside one, the last member of its collective arrives, or the
-transfer that holds its links ends. What happens at s(i) is *tight* for i. The chain is walked back from the instruction
-that ends last, each time to a tight one, until it reaches the beginning of the window:
+`explain_step` explains a step of a plan, `find_levers` what would make it shorter. The path is exact, in ps, from the
+times of a simulation. Every instruction i starts at the moment s(i) at which the last of its preconditions happens: its
+predecessor in its stream ends, an awaited instruction ends, a mark is raised inside one, the last member of its
+collective arrives, or the transfer that holds its links ends. What happens at s(i) is *tight* for i. The chain is
+walked back from the instruction that ends last, each time to a tight one, until it reaches the beginning of the window:
 
     length = Σ (until(k) - max(s(k), begin)) = end - begin,     until(k) = s(k + 1)
 
@@ -290,20 +291,6 @@ def _uses(network: Network, i: int, link: int) -> bool:
     return False
 
 
-# What would make a step shorter: classes of work, their time on the critical path, and the step with less of each.
-#
-# A class c is a set of instructions: a kind of work, one stage's forwards or backwards, all computations of one kind of
-# device, all transfers over one link. Let T be the step time, d_i the duration of instruction i, and P_c the part of
-# the critical path that belongs to c. If every instruction of c takes (1 - x) d_i, then for a small x, as long as the
-# path stays the longest one and its steps repeat,
-#
-#     T(x) = T - x P_c
-#
-# so P_c is the derivative of the step time by the relative speed of c. Another path soon becomes the longest, so the
-# step is simulated again, exactly, for x = `SHORTER` and for x = 1. The latter is a bound: no improvement of c alone
-# gives a shorter step, unless transfers that queue for a link then come in another order. Marks move with the
-# instruction that raises them, and a link is held for at least 1 ps. Issue by hosts on the path is a class of its own.
-
 # The share of a class's time that is removed.
 SHORTER = 0.1
 # Most classes of each kind that are simulated again, largest first; a pipeline has two per stage.
@@ -342,6 +329,17 @@ class _Class(NamedTuple):
         return column == self.values[0] if len(self.values) == 1 else np.isin(column, self.values)
 
 
+# A class c is a set of instructions: a kind of work, one stage's forwards or backwards, all computations of one kind of
+# device, all transfers over one link. Let T be the step time, d_i the duration of instruction i, and P_c the part of
+# the critical path that belongs to c. If every instruction of c takes (1 - x) d_i, then for a small x, as long as the
+# path stays the longest one and its steps repeat,
+#
+#     T(x) = T - x P_c
+#
+# so P_c is the derivative of the step time by the relative speed of c. Another path soon becomes the longest, so the
+# step is simulated again, exactly, for x = `SHORTER` and for x = 1. The latter is a bound: no improvement of c alone
+# gives a shorter step, unless transfers that queue for a link then come in another order. Marks move with the
+# instruction that raises them, and a link is held for at least 1 ps. Issue by hosts on the path is a class of its own.
 def find_levers(
     path: CriticalPath,
     unrolled: Unrolled,
@@ -448,12 +446,6 @@ def _distinct(numbers: NDArray[Any]) -> list[int]:
     return [int(number) for number in np.unique(numbers) if number >= 0]
 
 
-# Explain why a step of a plan takes as long as it does, by its critical path, and what would shorten it, by levers.
-#
-# The step is a steady one, as for `simulate_plan`: from the end of the last step but one to the end of the last. For an
-# asynchronous schedule it is the last one before the pipeline empties; `simulate_plan` gives the mean of several.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepExplanation:
     """What bounds a step.
@@ -468,6 +460,8 @@ class StepExplanation:
     levers: tuple[Lever, ...]
 
 
+# The step is a steady one, as for `simulate_plan`: from the end of the last step but one to the end of the last. For an
+# asynchronous schedule it is the last one before the pipeline empties; `simulate_plan` gives the mean of several.
 def explain_step(
     plan: Plan | Placement,
     graph: Graph,

@@ -1,11 +1,12 @@
-"""Explain why a program stops: name the shortest cycle of instructions that wait for each other.
+"""Two parts: explain why a program stops (`raise_deadlock`), and which ranks need too much memory (`find_overflows`).
 
-A stopped stream has a next instruction p. It waits for each instruction a that p awaits and that never
-ended, and, where p is a member of a collective, for each member a that was never reached. If a is not the next
-instruction of its stream, it comes later in that stream. So there is an edge from a stopped stream to the stream of
-each a, which has stopped too; from a join to all its open waits, because too few of these ever happen. Every stopped
-stream has an edge, and there are finitely many streams: they contain a cycle.
-The shortest is found by breadth-first search from each stream; among equals the one through the lowest stream.
+The explanation of a deadlock names the shortest cycle of instructions that wait for each other. A stopped stream has a
+next instruction p. It waits for each instruction a that p awaits and that never ended, and, where p is a member of a
+collective, for each member a that was never reached. If a is not the next instruction of its stream, it comes later in
+that stream. So there is an edge from a stopped stream to the stream of each a, which has stopped too; from a join to
+all its open waits, because too few of these ever happen. Every stopped stream has an edge, and there are finitely many
+streams: they contain a cycle. The shortest is found by breadth-first search from each stream; among equals the one
+through the lowest stream.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from meshwright.spec import (
     instruction_name,
     to_seconds,
 )
-
-# Ranks that need more memory than their device has: which, from when on, during what, and for what at the peak.
 
 # Ranks that a message lists one by one; of the rest it gives the number.
 _MOST_TOLD = 3

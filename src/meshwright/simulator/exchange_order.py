@@ -1,9 +1,9 @@
-"""Find the order in which a plan's gradient parts are sent, on the virtual clock of the estimated program.
+"""The order in which a plan's gradient parts are sent (`schedule_exchange`); times of its stages (`stage_times`).
 
-All forwards of a step come before its backwards, so the times at which parts are ready follow from the backwards alone.
-One simulated step gives them, and the sequence found for it holds for every step. The policy (`program.rank_rules`, or
-a user's function) receives these times; its answer becomes data of the plan (``exchange.sequence``), and simulator and
-runtime both read the program made from it.
+The order is found on the virtual clock of the estimated program. All forwards of a step come before its backwards, so
+the times at which parts are ready follow from the backwards alone. One simulated step gives them, and the sequence
+found for it holds for every step. The policy (`program.rank_rules`, or a user's function) receives these times; its
+answer becomes data of the plan (``exchange.sequence``), and simulator and runtime both read the program made from it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import Cluster, Graph, Plan, PlanError, Program, check_plan, slice_graph, to_picoseconds
 from meshwright.spec.instructions import SUMS
 
-# Times and bytes of a plan's stages, as the simulator estimates them, for `program.find_orders`.
-#
-# A backward in parts takes the time of a rank's second and later microbatches. A transfer takes the time of the slowest
-# pair of replicas alone on its links; transfers from one computation to several stages go one after the other. In a
-# chain, this model omits values that skip a stage; the simulator includes them.
 
-
+# For `program.find_orders`, as the simulator estimates them. A backward in parts takes the time of a rank's second and
+# later microbatches. A transfer takes the time of the slowest pair of replicas alone on its links; transfers from one
+# computation to several stages go one after the other. In a chain, this model omits values that skip a stage; the
+# simulator includes them.
 def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
     """Return the times and bytes of a plan's stages, without memory limits. Raises PlanError for an inference plan."""
     check_plan(plan, graph)

@@ -99,7 +99,7 @@ def _follow_hosts(network: Network, ready_ps: Times, begin_ps: Times, follows: N
 
 
 def hosts_bind(program: Program, costs: ProgramCosts, step_ps: float) -> bool:
-    """Whether repetitions of the body that take the devices ``step_ps`` wait for hosts.
+    """Return whether repetitions of the body that take the devices ``step_ps`` wait for hosts.
 
     Devices never stop a host, so a host that needs less time per step than they do gets further ahead with each step;
     otherwise the devices run at its pace. A host that waits for its device always binds.
@@ -121,9 +121,10 @@ def issued_ps(program: Program, costs: ProgramCosts) -> Times:
 
 
 def with_faster_hosts(network: Network, share: float) -> Network:
-    """Return the network with the hosts' time multiplied by ``share``, 0 to 1. In between, ends are slightly too late.
+    """Return the network with the hosts' times multiplied by ``share``, 0 to 1.
 
-    E is convex in that share, so it lies on or below the line from D to its old value.
+    Strictly between 0 and 1, ends are slightly too late: E (module docstring) is convex in ``share``, but is
+    interpolated linearly between D and its own value.
     """
     done_ps = network.class_ps
     moment_ps = (durations(network)[network.mark_instruction] + network.mark_shift_ps).astype(np.int64)

@@ -125,7 +125,7 @@ def _sums_on_links(plan: Plan, graph: Graph, cluster: Cluster, links: Ids) -> Id
 
 
 def breaks_symmetry(network: Network, end_ps: Times, num_links: int) -> bool:
-    """Whether a message and a gradient sum requested one link at the same picosecond."""
+    """Return whether a message and a gradient sum requested one link at the same picosecond."""
     shared = uses_shared_links(network)
     wanting = np.flatnonzero(shared)
     collective, arrival_ps = collectives(network)[wanting], find_arrivals(network, end_ps, shared)[wanting]

@@ -1,4 +1,4 @@
-"""Simulate a plan: build the program, estimate its costs, run it on the virtual clock, sum up.
+"""Simulate a plan (`simulate_plan`): build the program, estimate its costs, run it, sum up; ops (`expand_ops`).
 
 Identical pipelines are simulated once (`pipeline_alike`). The steady step is the first one if all later ones repeat it
 (below); else `STEADY_STEPS` are simulated.
@@ -73,18 +73,6 @@ from meshwright.spec import (
 from meshwright.spec.instructions import COMPUTATIONS
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
-# Expand each computation of a run into its ops.
-#
-# Instructions remain the unit of simulation: ops of a stage follow each other on one device, so their times follow from
-# the computation's span and its costs alone. The span of a forward contains the host's time, then the ops in
-# order. The span of a backward, or of one of its two parts, contains the host's time, then the ops from the last to the
-# first; in the last backward of a step, when all gradients of a bucket are ready, also the time to fill that bucket,
-# whose end is the bucket's mark. Ops that take no time are omitted.
-#
-# Part k ends Σ seconds of the parts up to k after the start, rounded to whole picoseconds; the last one where the span
-# ends. If the span was lengthened by processor time of transfers, its parts grow in proportion. Where a host issues
-# asynchronously, no part begins before it is issued (`span_parts`), and between parts the device waits.
-
 Ids = NDArray[np.int64]
 
 
@@ -102,6 +90,15 @@ class _Parts(NamedTuple):
     is_issued: NDArray[np.bool_]
 
 
+# Instructions remain the unit of simulation: ops of a stage follow each other on one device, so their times follow from
+# the computation's span and its costs alone. The span of a forward contains the host's time, then the ops in order. The
+# span of a backward, or of one of its two parts, contains the host's time, then the ops from the last to the first; in
+# the last backward of a step, when all gradients of a bucket are ready, also the time to fill that bucket, whose end is
+# the bucket's mark. Ops that take no time are omitted.
+#
+# Part k ends Σ seconds of the parts up to k after the start, rounded to whole picoseconds; the last one where the span
+# ends. If the span was lengthened by processor time of transfers, its parts grow in proportion. Where a host issues
+# asynchronously, no part begins before it is issued (`span_parts`), and between parts the device waits.
 def expand_ops(
     program: Program,
     costs: ProgramCosts,

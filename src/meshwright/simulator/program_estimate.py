@@ -1,8 +1,8 @@
-"""Costs of a plan's program from a cost model: the class, route and mark offset of each instruction.
+"""Costs of a plan's program from a cost model (`estimate_program`): class, route and mark offset of each instruction.
 
 Instructions of equal cost are estimated once: computations by (stage, device kind and speed of the host, first or last
 backward of its rank, opcode), messages and collectives by (group, opcode, bytes), marks by the computation and the
-bucket. Only these distinct ones are handled one by one.
+bucket. Only these distinct ones are handled one by one. `PlacedRanks` counts what stages of a placement share.
 
 Asynchronous hosts (`host_issue`) wait for the device at one place: before the first update of a step whose loss is
 scaled, because the host reads there whether all gradients are finite (`runtime.optimizer_steps`).
@@ -77,15 +77,14 @@ from meshwright.spec.instructions import (
 )
 from meshwright.spec.memory import BUCKETS, BUFFERS, INPUTS, MEMORY_PARTS, OPTIMIZER, PARAMETERS, RECEIVED, SENT
 
-# Memory and work that the stages of a placement share on their rank, so that it is counted once.
+
+# Memory and work that the stages of a placement share on their rank are counted once:
 #
 # - Parameters, buffers and inputs that several stages of a rank read exist once.
 # - A value that a stage passes to later stages of its rank stays until the last of them has read it. If there is a
 #   backward, its producer keeps it until then anyway.
 # - A bucket of gradients that several stages of a rank fill exists once.
 # - The optimizer steps once over all parameters of a rank.
-
-
 class PlacedRanks:
     """Shared memory and optimizer steps of the ranks of one placement; ``stages`` are its slices."""
 

@@ -44,7 +44,10 @@ class SavedCopies(NamedTuple):
 def find_copies(
     graph: Graph, plan: Plan | Placement, stage: StageSlice, kind: DeviceKind, cost: CostModel, ranks: Sequence[int]
 ) -> SavedCopies | None:
-    """Return the copies of a stage on one kind of device, on ``ranks``; None if activations stay on the device."""
+    """Return the copies of a stage's saved activations between device and host, for one kind of device on ``ranks``.
+
+    None if activations stay on the device.
+    """
     if isinstance(plan, Placement) or plan.offload.activations == "device":
         return None
     kept = as_kept(graph, plan.workload.numbers, backend_of(kind))

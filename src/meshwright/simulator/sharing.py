@@ -1,13 +1,14 @@
-"""Rates of transfers that share links: max-min fairness by progressive filling, in whole numbers.
+"""Transfers that share links: max-min fair rates (`fill`); a heap of times (`push`, `pop`); lists of waiting streams.
 
-Every link has the capacity of one transfer that is alone on it. A transfer needs the same rate x on all links of its
-route, 0 < x <= 1, and the rates x_j of the running transfers satisfy, for each link,
+Rates are found by progressive filling, in whole numbers. Every link has the capacity of one transfer that is alone on
+it. A transfer needs the same rate x on all links of its route, 0 < x <= 1, and the rates x_j of the running transfers
+satisfy, for each link,
 
     Σ (x_j of the transfers on it) <= 1.
 
-They are max-min fair: no rate can grow without lowering one that is not higher. Progressive filling finds them. In
-each round every link that has transfers without a rate offers them equal shares of its remaining capacity; the links
-with the least offer become full, and all their transfers without a rate get that offer (Bertsekas and Gallager, Data
+They are max-min fair: no rate can grow without lowering one that is not higher. Progressive filling finds them. In each
+round every link that has transfers without a rate offers them equal shares of its remaining capacity; the links with
+the least offer become full, and all their transfers without a rate get that offer (Bertsekas and Gallager, Data
 Networks, 1992, section 6.5.2).
 
 **Rounding.** Rates and remaining capacities are whole multiples of 1 / `UNITS`, an offer is rounded down, and all links
@@ -28,15 +29,12 @@ from numpy.typing import NDArray
 
 from meshwright.compiled import compiled
 
-# A binary heap of (time, stream) in two arrays that the caller owns; equal times are ordered by stream.
-#
-# Both functions return the new size. They exist because the compiled engine cannot use ``heapq`` without boxing its
-# entries.
 
-
+# A binary heap of (time, stream) in two arrays that the caller owns; equal times are ordered by stream. Both functions
+# return the new size. They exist because the compiled engine cannot use ``heapq`` without boxing its entries.
 @compiled
 def push(times: NDArray[np.int64], streams: NDArray[np.int64], size: int, time: int, stream: int) -> int:
-    """Add an entry."""
+    """Add an entry to the heap; return the new size."""
     child = size
     while child > 0:
         parent = (child - 1) >> 1
@@ -52,7 +50,7 @@ def push(times: NDArray[np.int64], streams: NDArray[np.int64], size: int, time: 
 
 @compiled
 def pop(times: NDArray[np.int64], streams: NDArray[np.int64], size: int) -> int:
-    """Remove the first entry; read it from index 0 before the call."""
+    """Remove the first entry of the heap, and return the new size; read the entry from index 0 before the call."""
     size -= 1
     time = times[size]
     stream = streams[size]
@@ -76,12 +74,6 @@ def pop(times: NDArray[np.int64], streams: NDArray[np.int64], size: int) -> int:
     return size
 
 
-# Waiting streams in linked lists, one list per instruction and per collective.
-#
-# ``next_waiter[stream]`` is the next stream of the list that a stream is in; it is in one at most. An unknown end holds
-# -1, or -(stream + 2): the head of the list of streams that wait for it. Streams that can continue are pushed on a
-# stack; all functions that push some return its new top.
-
 Ids = NDArray[np.int64]
 Times = NDArray[np.int64]
 Column = NDArray[np.int32]
@@ -90,6 +82,10 @@ Column = NDArray[np.int32]
 GRANTED = -1
 
 
+# Waiting streams are in linked lists, one list per instruction and per collective. ``next_waiter[stream]`` is the next
+# stream of the list that a stream is in; it is in one at most. An unknown end holds -1, or -(stream + 2): the head of
+# the list of streams that wait for it. Streams that can continue are pushed on a stack; all functions that push some
+# return its new top.
 @compiled
 def join(
     collective: int, stream: int, time: int, arrived: Column, arrival: Times, members: Ids, next_waiter: Ids

@@ -1,4 +1,4 @@
-"""Simulate a program with its costs: predict its Timeline.
+"""Simulate a program with its costs (`simulate_program`): its Timeline, memory over time, processor time of transfers.
 
 A send's span is the time for which it holds its links, or shares them under ``fair`` contention. A receive's span is
 the arrival of its bytes: from the start of its send (or the end of the receive before it in its stream, if later) to
@@ -22,12 +22,6 @@ from meshwright.simulator.program_costs import ProgramCosts, check_costs
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
 
-# Bytes that each rank holds over time, and the parts of memory at its peak.
-#
-# An instruction allocates ``allocate_bytes`` of its cost class when it starts and frees ``free_bytes`` when it ends.
-# The streams of a rank are merged in time; at the same moment frees come before allocations, because an allocator
-# would reuse the bytes. Within a stream the order of the program holds.
-
 Times = NDArray[np.int64]
 
 # Later than every moment.
@@ -44,6 +38,9 @@ class MemoryUse:
     peak_parts_bytes: NDArray[np.int64]
 
 
+# An instruction allocates ``allocate_bytes`` of its cost class when it starts and frees ``free_bytes`` when it ends.
+# The streams of a rank are merged in time; at the same moment frees come before allocations, because an allocator would
+# reuse the bytes. Within a stream the order of the program holds.
 def follow_memory(
     stream_ranks: NDArray[np.int32],
     stream_offsets: Times,
@@ -54,7 +51,10 @@ def follow_memory(
     free_bytes: NDArray[np.int64],
     resident_bytes: NDArray[np.int64],
 ) -> MemoryUse:
-    """Follow the bytes in use of all ranks; arguments as in `ProgramCosts`, times per instruction."""
+    """Follow the bytes in use of all ranks, and the parts of memory at their peaks.
+
+    Arguments as in `ProgramCosts`, times per instruction.
+    """
     changes = np.concatenate([allocate_bytes, -free_bytes]).astype(np.int64)
     acts = (changes != 0).any(axis=1).reshape(2, -1).any(axis=0)
     capacity = 2 * int(np.count_nonzero(acts[cost_class])) + len(resident_bytes)
@@ -156,20 +156,17 @@ def _next_acting(acts: NDArray[np.bool_], cost_class: NDArray[np.int32], i: int,
     return i
 
 
-# Host processor time that transfers take from computations of the same rank.
-#
+# Each round finds a share h / d of what the one before still missed; with h / d = 1/2 eight rounds leave less than a
+# thousandth of the step (tests/simulator/test_host_time.py).
+HOST_ROUNDS = 8
+
+
 # On a CPU, copies and sockets of a transfer run on the cores that compute. Let transfer T hold its links during an
 # interval of length d and need h of processor time from each participating rank. A computation that overlaps with T for
 # a time o grows by h o / d; while a rank waits, T takes nothing from it. Marks inside a computation move in proportion.
 #
 # Overlaps depend on the times and the times on overlaps, so the simulation is repeated with the result of the round
 # before, until nothing changes or `HOST_ROUNDS` are over.
-
-# Each round finds a share h / d of what the one before still missed; with h / d = 1/2 eight rounds leave less than a
-# thousandth of the step (tests/simulator/test_host_time.py).
-HOST_ROUNDS = 8
-
-
 def charge_host_time(program: Program, unrolled: Unrolled, host_ps: Times, start_ps: Times, end_ps: Times) -> Network:
     """Return the network with computations lengthened by the transfers that overlap them at the given times."""
     network = unrolled.network
@@ -239,7 +236,7 @@ def simulate_program(
 def simulate_with_memory(
     program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued"
 ) -> tuple[Timeline, MemoryUse]:
-    """Like `simulate_program`; also return the parts of memory at each rank's peak."""
+    """Simulate as `simulate_program`; also return the parts of memory at each rank's peak."""
     return record_run(program, costs, run_program(program, costs, num_steps, contention))
 
 

@@ -1,4 +1,4 @@
-"""The results of a simulated plan: step time, where each rank's time goes, memory with its owners, MFU and HFU.
+"""The results of a simulated plan (`Simulation`): step time, where each rank's time goes, memory by owner, MFU and HFU.
 
 All seconds are those of one steady step: the window from the end of the last step but one to the end of the last step.
 For an asynchronous schedule, whose steps may differ, they are the mean over several last steps. A rank's work for that
@@ -18,7 +18,8 @@ devices used); HFU counts what the devices really execute, including ops repeate
 
 The timeline of all ranks is made from that of their representatives (`pipeline_alike`). The spans of a rank are those
 of its representative; only the number of the rank and the numbers of its microbatches differ. The result equals a
-simulation of all ranks, column by column.
+simulation of all ranks, column by column. `node_memory` gives the memory of hosts and drives, `steady_rows` the rows
+for ``--json``.
 """
 
 from __future__ import annotations
@@ -53,12 +54,6 @@ from meshwright.spec.instructions import INSTRUCTIONS, CostKind
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
-# Memory that the ranks of a plan use on their hosts and drives, and whether it fits each node.
-#
-# `program.count_host_needs` counts the bytes of each rank, here as for a real run. All devices of a node share its host
-# and drives. Where ranks are tensor-parallel groups, the bytes are those of one device of each group, and the node's
-# limits are the share of these devices (`spec.teams`).
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
@@ -73,7 +68,7 @@ class NodeMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether host and drives have enough room."""
+        """Return whether host and drives have enough room."""
         return self.host_bytes <= self.host_limit_bytes and self.nvme_bytes <= self.nvme_limit_bytes
 
     @property
@@ -101,8 +96,11 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
     return [sentence[0].upper() + sentence[1:]]
 
 
+# `program.count_host_needs` counts the bytes of each rank, here as for a real run. All devices of a node share its host
+# and drives. Where ranks are tensor-parallel groups, the bytes are those of one device of each group, and the node's
+# limits are the share of these devices (`spec.teams`).
 def node_memory(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> tuple[NodeMemory, ...]:
-    """Return the host memory of each node that a plan uses; empty if the plan keeps everything on devices."""
+    """Return the memory that a plan uses on the host and drives of each node; empty if all is on devices."""
     if isinstance(plan, Placement) or plan.offload == ON_DEVICE:
         return ()
     ranks: dict[int, list[int]] = defaultdict(list)
@@ -415,18 +413,15 @@ def _number_microbatches(microbatch: NDArray[np.int32], ranks: Ids, fold: Fold) 
     return np.where(microbatch < 0, microbatch, own).astype(np.int32)
 
 
-# The figures of a steady step: rows for ``--json``, and one line for people.
-#
-# MFU counts the FLOPs of the graph's forward and backward for the global batch, each once; HFU counts all FLOPs that
-# the devices execute, including recompute and ops repeated in several stages. Both are shares of what the plan's
-# devices could execute in the step at their peak rate for the plan's precision.
-
 Row = dict[str, Any]
 
 # From this share of the step on, the host's issue time bounds it; in a pipeline other ranks' steps may be a bit longer.
 _BINDING_SHARE = 0.99
 
 
+# MFU counts the FLOPs of the graph's forward and backward for the global batch, each once; HFU counts all FLOPs that
+# the devices execute, including recompute and ops repeated in several stages. Both are shares of what the plan's
+# devices could execute in the step at their peak rate for the plan's precision.
 def steady_rows(result: Simulation) -> Row:
     """Return ``step_time_s``, ``samples_per_s``, ``bubble_share``, ``mfu_share``, ``hfu_share``, and ``ranks``.
 

@@ -1,11 +1,11 @@
-"""Memory of one stage's instructions on one kind of device: bytes allocated and freed, by part.
+"""Memory of one stage's instructions on one kind of device (`stage_bytes`), by part; memory of a rank's messages.
 
 The bytes come from a walk through the stage's ops (`cost.memory.phases`): a computation allocates its peak at its
-start, and frees at its end everything that it does not leave behind. Gradients that are sent are freed when
-their send ends. Inputs of all microbatches are resident, buckets have buffers of their own, and the other memory of
-messages is counted per rank. Between the two parts of a backward, memory holds what the second one
-reads: the saved values of ops with parameters, and the gradients of their outputs. A value that a stage passes to
-another one on its rank is kept by its producer, and its gradient stays until the producer's backward.
+start, and frees at its end everything that it does not leave behind. Gradients that are sent are freed when their send
+ends. Inputs of all microbatches are resident, buckets have buffers of their own, and the other memory of messages is
+counted per rank. Between the two parts of a backward, memory holds what the second one reads: the saved values of ops
+with parameters, and the gradients of their outputs. A value that a stage passes to another one on its rank is kept by
+its producer, and its gradient stays until the producer's backward.
 """
 
 from __future__ import annotations
@@ -47,15 +47,6 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
-# Memory of messages on a rank, besides that of its computations: receive buffers, and gradients being sent.
-#
-# The runtime holds both longer than their transfers take, in the order of its computations:
-#
-#     receives   are issued `RECEIVE_LOOKAHEAD` computations before their consumer and held until the microbatch's
-#                backward is done; buffers go back to a pool by size and are never freed (runtime/transport.py), so the
-#                largest number of each size stays allocated
-#     sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/executor.py)
-
 # As in runtime/executor.py; with an own schedule or a placement, sends are waited for only at the end of the step.
 MAX_GRADIENT_SENDS = 4
 
@@ -96,6 +87,13 @@ def served_bytes(program: Program) -> list[int]:
     return [int(num_bytes) for num_bytes in held]
 
 
+# The runtime holds receive buffers, and gradients being sent, longer than their transfers take, in the order of its
+# computations:
+#
+#     receives   are issued `RECEIVE_LOOKAHEAD` computations before their consumer and held until the microbatch's
+#                backward is done; buffers go back to a pool by size and are never freed (runtime/transport.py), so the
+#                largest number of each size stays allocated
+#     sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/executor.py)
 def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:
     """Return the bytes of the buffer pool in which a rank receives for one of its stages."""
     arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]

@@ -304,7 +304,7 @@ def weights_shares(graph: Graph) -> Floats:
 
 
 def steps_on_host(plan: Plan | Placement) -> bool:
-    """Whether the optimizer steps on the host or on drives, not on the device."""
+    """Return whether the optimizer steps on the host or on drives, not on the device."""
     return isinstance(plan, Plan) and plan.offload.optimizer != "device"
 
 

@@ -1,8 +1,9 @@
-"""Unroll a Program: prologue, ``num_steps`` bodies and epilogue become one set of streams for the engine.
+"""Unroll a Program (`unroll`): prologue, ``num_steps`` bodies and epilogue become one set of streams for the engine.
 
-Streams continue from one section into the next, so a fast stream may already work on step k + 1 while a slow one is
-in step k. Instruction i of stream s in repetition k gets the id ``G[s] + (instructions of s before repetition k) +
-(i - offset of s)``, where G counts the instructions of the streams before s.
+`SectionLayout` records where instructions come from. Streams continue from one section into the next, so a fast stream
+may already work on step k + 1 while a slow one is in step k. Instruction i of stream s in repetition k gets the id
+``G[s] + (instructions of s before repetition k) + (i - offset of s)``, where G counts the instructions of the streams
+before s.
 
 For programs whose steps overlap, all repetitions become one section. A message may be sent in one repetition of the
 body and arrive in another; its microbatch number, which increases from repetition to repetition, identifies its
@@ -30,11 +31,6 @@ from meshwright.simulator.network import Network
 from meshwright.simulator.program_costs import IssueCosts, ProgramCosts, SectionCosts
 from meshwright.spec import Program, ProgramError, Section, empty_section
 
-# Where each instruction of an unrolled program comes from. Computed when a report needs it.
-#
-# Part p (prologue, a repetition of the body, or epilogue) of stream s begins at id ``begins[p, s]``, so instruction i
-# of a section gets the id ``begins[p, s] + i - stream_offsets[s]``.
-
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
 
@@ -50,7 +46,9 @@ class SectionPart:
     waits: Ids
 
 
-# Without slots, because derived columns are cached on the object.
+# The origin of instructions is computed when a report needs it; there are no slots, because derived columns are cached
+# on the object. Part p (prologue, a repetition of the body, or epilogue) of stream s begins at id ``begins[p, s]``, so
+# instruction i of a section gets the id ``begins[p, s] + i - stream_offsets[s]``.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SectionLayout:
     """The parts in order: ``made`` are prologue, body and epilogue, ``which`` gives the index into ``made`` of part p.

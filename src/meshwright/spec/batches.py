@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def name_model(reference: str, sizes: Iterable[tuple[str, int]] = ()) -> str:
-    """The name of a model in measurement tables: the reference as the user typed it, then the given sizes, by name.
+    """Return the name of a model in measurement tables.
+
+    It is the reference as the user typed it, then the given sizes, by name.
 
     ``gpt-tiny``, ``gpt-tiny(sequence_length=64)``, ``mine.py:build(image_size=32, sequence_length=8)``. The sizes are
     those of a plan's ``model_sizes``, without the batch size.

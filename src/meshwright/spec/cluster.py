@@ -46,7 +46,7 @@ class Link:
             )
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds for one message of ``num_bytes``."""
+        """Return seconds for one message of ``num_bytes``."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
@@ -95,7 +95,7 @@ class DeviceKind:
         return self.usual or self.name
 
     def at_usual_speed(self) -> DeviceKind:
-        """The kind at its usual speed, with which this one is estimated."""
+        """Return the kind at its usual speed, with which this one is estimated."""
         return self if not self.usual else replace(self, name=self.usual, slowdown=1.0, usual="")
 
 
@@ -249,17 +249,17 @@ class Cluster:
         return self._places[rank][0]
 
     def device_kind(self, rank: int) -> DeviceKind:
-        """The kind of the device of ``rank``."""
+        """Return the kind of the device of ``rank``."""
         return self._places[rank][1]
 
     def columns(self) -> DeviceColumns:
-        """Facts of all devices as arrays, computed once."""
+        """Return facts of all devices as arrays, computed once."""
         if not self._columns:
             self._columns.append(_device_columns(self))
         return self._columns[0]
 
     def without(self, devices: Collection[int]) -> Cluster:
-        """The cluster without these devices; ranks count the others from 0. Nodes stay, even empty ones.
+        """Return the cluster without these devices; ranks count the others from 0. Nodes stay, even empty ones.
 
         Raises ClusterError if no device is left.
         """
@@ -274,7 +274,7 @@ class Cluster:
         return replace(self, nodes=tuple(nodes), device_kinds=kinds)
 
     def link_between(self, first: int, second: int) -> Link:
-        """The link for messages between two ranks: the node's own, or the slowest link on the path between nodes."""
+        """Return the link for messages between two ranks: the node's own, or the slowest on the path between nodes."""
         nodes = self.node_index(first), self.node_index(second)
         if nodes[0] == nodes[1]:
             return self.nodes[nodes[0]].device_link
@@ -291,7 +291,7 @@ class Cluster:
         return 0 if self.racks is None else node // self.racks.nodes_per_rack
 
     def paths_among(self, nodes: Collection[int]) -> tuple[NodePath, ...]:
-        """The paths with both ends among some nodes."""
+        """Return the paths with both ends among some nodes."""
         return tuple(path for path in self.paths if path.nodes[0] in nodes and path.nodes[1] in nodes)
 
 
@@ -345,7 +345,7 @@ def load_cluster(reference: str | Path) -> Cluster:
 
 @cache
 def shipped_kinds() -> tuple[str, ...]:
-    """Names of the device kinds that come with Meshwright."""
+    """Return names of the device kinds that come with Meshwright."""
     folder = resources.files("meshwright.spec") / "hardware"
     return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
 

@@ -81,7 +81,10 @@ def decode_document(cls: type[T], data: Any, where: str) -> T:
 
 
 def document_kind(data: Any) -> str | None:
-    """The kind in the data's schema (``plan`` for ``"meshwright/plan/1"``); None if it is not a Meshwright document."""
+    """Return the kind in the data's schema (``plan`` for ``"meshwright/plan/1"``).
+
+    None if it is not a Meshwright document.
+    """
     schema = data.get("schema") if isinstance(data, dict) else None
     match = _SCHEMA.fullmatch(schema) if isinstance(schema, str) else None
     return match["kind"] if match else None

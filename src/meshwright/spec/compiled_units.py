@@ -31,7 +31,7 @@ AS_LAYERS = -1
 
 
 def parts_of_layers(plan: Plan) -> int:
-    """The number of parts into which each layer of a plan is cut to be compiled; 1: small layers are joined.
+    """Return the number of parts into which each layer of a plan is cut to be compiled; 1: small layers are joined.
 
     `AS_LAYERS` if layers are gathered (ZeRO 2 and 3), 0 if the plan is not compiled.
     """
@@ -45,7 +45,7 @@ def parts_of_layers(plan: Plan) -> int:
 
 @lru_cache(maxsize=64)
 def compiled_units(graph: Graph) -> Ranges:
-    """Ranges of ops ``start:stop``, ascending and disjoint; empty for a graph that is not compiled.
+    """Return ranges of ops ``start:stop``, ascending and disjoint; empty for a graph that is not compiled.
 
     A recomputed range is a unit of its own, unless it reads buffers, which a recompute must not change. Ops at which
     ranks of a mesh axis exchange are in no unit.

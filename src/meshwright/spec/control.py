@@ -108,5 +108,5 @@ class Controller(Protocol[State]):
         ...
 
     def decide(self, state: State, event: Event, now_ps: int) -> tuple[State, Decision]:
-        """The state after an event, and the decision."""
+        """Return the state after an event, and the decision."""
         ...

@@ -124,7 +124,7 @@ class DecisionLog:
         return len(self.now_ps)
 
     def decision(self, index: int) -> Decision:
-        """The typed view of one decision."""
+        """Return the typed view of one decision."""
         rows = range(int(self.issue_offsets[index]), int(self.issue_offsets[index + 1]))
         timers = slice(int(self.timer_offsets[index]), int(self.timer_offsets[index + 1]))
         pairs = zip(self.timer_ps[timers].tolist(), self.timer_number[timers].tolist(), strict=True)
@@ -154,7 +154,7 @@ class DecisionLog:
 
 
 def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Event, int, Decision]]) -> DecisionLog:
-    """The log of decisions in a program of ``num_instructions`` instructions: events, times in ps, decisions."""
+    """Return the log of decisions in a program of ``num_instructions`` instructions: events, times in ps, decisions."""
     rows = list(decided)
     decisions = [decision for _, _, decision in rows]
     issues = [issue for decision in decisions for issue in decision.issues]
@@ -198,7 +198,7 @@ def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Even
 
 
 def event_number(event: Event) -> int:
-    """The number that identifies an event within its kind: the handle that ended, the number of the timer, 0."""
+    """Return the number that identifies an event within its kind: the handle that ended, the number of the timer, 0."""
     return event.handle if isinstance(event, Ended) else event.number if isinstance(event, Rang) else 0
 
 
@@ -210,7 +210,7 @@ class Replay:
     initial: int = 0
 
     def decide(self, state: int, event: Event, now_ps: int) -> tuple[int, Decision]:
-        """The decision of the log. Raises ProgramError if the event or its time differs from the log."""
+        """Return the decision of the log. Raises ProgramError if the event or its time differs from the log."""
         log = self.log
         given = (EVENTS.index(type(event)), event_number(event), now_ps)
         logged = (

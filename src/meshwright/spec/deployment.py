@@ -308,12 +308,12 @@ class Deployment:
         check_scaling(self)
 
     def memory_of(self, models: Iterable[str]) -> float:
-        """Bytes on each device that holds these models with all their copies."""
+        """Return bytes on each device that holds these models with all their copies."""
         held = set(models)
         return math.fsum((model.memory or 0.0) * model.copies for model in self.models if model.name in held)
 
     def has_room(self, models: Iterable[str]) -> bool:
-        """Whether a device can hold these models with all their copies."""
+        """Return whether a device can hold these models with all their copies."""
         return self.device_memory is None or self.memory_of(models) <= self.device_memory * _ROUNDING
 
 

@@ -12,7 +12,7 @@ class EventSink(Protocol):
         """``done`` of ``total`` units of ``task`` are finished."""
 
     def metric(self, name: str, value: float, step: int) -> None:
-        """A number at a step, in the unit that its name ends with."""
+        """Receive a number at a step, in the unit that its name ends with."""
 
 
 class NullSink:

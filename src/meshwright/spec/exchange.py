@@ -1,6 +1,6 @@
-"""GradientExchange: how replicas reduce their gradients and synchronise their parameters. A part of a plan.
+"""How replicas reduce gradients, synchronise parameters (`GradientExchange`); collectives of an axis (`Collective`).
 
-`program.gradient_exchange`, `program.buckets` and `program.build` turn it into
+An exchange is a part of a plan. `program.gradient_exchange`, `program.buckets` and `program.build` turn it into
 instructions; the sequence of parts comes from `simulator.schedule_exchange`.
 """
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from meshwright.spec.graph import Graph
 
-
-# The collectives among the ranks of a mesh axis while they compute an op of their local graph.
 
 Axis = Literal["tensor", "context", "expert"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
@@ -50,7 +48,7 @@ class Collective:
     count: int = 1
 
     def num_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
-        """Bytes of the full tensor, for one of ``count`` (``float_bytes``: see `Tensor.num_bytes`)."""
+        """Return the bytes of the full tensor, for one of ``count`` (``float_bytes``: see `Tensor.num_bytes`)."""
         tensor = graph.tensors[self.tensor]
         if graph.ops[self.at].kind == _LOSS and tensor.dtype in FLOAT_DTYPES:
             # Sums of exponentials are never in half precision.
@@ -134,27 +132,30 @@ class GradientExchange:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the exchange consists of all-reduces of buckets alone."""
+        """Return whether the exchange consists of all-reduces of buckets alone."""
         return self == GradientExchange(bucket_bytes=self.bucket_bytes, overlap=self.overlap, staleness=self.staleness)
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: sums of buckets or of their parts, sharded states, a norm for clipping."""
+        """Return whether the runtime executes it: sums of buckets or parts, sharded states, a norm for clipping."""
         done = {"zero": 0, "shard_size": 0} if self.zero else {"partition_bytes": 0, "sequence": ()}
         return replace(self, **done, clip_norm=False).is_plain
 
     def describe_changes(self) -> str:
-        """The settings that differ from the defaults, for messages: ``zero = 3, clip_norm = True``."""
+        """Return the settings that differ from the defaults, for messages: ``zero = 3, clip_norm = True``."""
         values = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
         return ", ".join(f"{name} = {value}" for name, value, default in values if value != default)
 
     @property
     def shard_optimizer(self) -> bool:
-        """Whether sums of buckets are scattered, and parameters gathered, once per step."""
+        """Return whether sums of buckets are scattered, and parameters gathered, once per step."""
         return self.zero == 1
 
     def shard_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Groups of neighbours that shard states. Raises PlanError unless the shard size divides their number."""
+        """Return groups of neighbours that shard states.
+
+        Raises PlanError unless the shard size divides their number.
+        """
         size = self.shard_size or len(ranks)
         if len(ranks) == 1:
             return (ranks,)
@@ -166,19 +167,19 @@ class GradientExchange:
         return tuple(ranks[start : start + size] for start in range(0, len(ranks), size))
 
     def shard_group_of(self, rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The group of `shard_groups` that contains a rank."""
+        """Return the group of `shard_groups` that contains a rank."""
         return next(group for group in self.shard_groups(ranks) if rank in group)
 
     def num_parts(self, num_replicas: int) -> int:
-        """Number of parts into which replicas cut their shared states; 1 without sharding."""
+        """Return the number of parts into which replicas cut their shared states; 1 without sharding."""
         return (min(self.shard_size, num_replicas) or num_replicas) if self.zero else 1
 
     def replicating_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The replicas at the same place of each group of `shard_groups`: they have the same shard."""
+        """Return the replicas at the same place of each group of `shard_groups`: they have the same shard."""
         return tuple(zip(*self.shard_groups(ranks), strict=True))
 
     def suited_to(self, schedule: str) -> GradientExchange:
-        """The same exchange for another schedule: without staleness, unless the schedule has waves."""
+        """Return the same exchange for another schedule: without staleness, unless the schedule has waves."""
         return self if schedule == WAVES else replace(self, staleness=0)
 
 

@@ -1,9 +1,9 @@
-"""Graph: what a model computes, as plain facts that need no torch.
+"""Graph: what a model computes, as plain facts that need no torch; checks of graphs (`check_graph`, `check_amounts`).
 
 A graph lists tensors and ops in topological order. Sizes are `Extent`s, affine in the batch size b, so one capture
-serves every microbatch size; a graph whose sizes are not symbolic has the one ``batch_size`` for which it is valid.
-The tensors that autograd keeps for the backward are recorded per op (``saved``); tensors that share memory have the
-same ``storage``, so that bytes are counted once.
+serves every microbatch size; a graph whose sizes are not symbolic has the one ``batch_size`` for which it is valid. The
+tensors that autograd keeps for the backward are recorded per op (``saved``); tensors that share memory have the same
+``storage``, so that bytes are counted once.
 
 A **layer** is a named, contiguous range of ops, and every boundary between layers is a legal place to cut the model
 into stages.
@@ -26,8 +26,6 @@ from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-
-# Checks of graphs: tensors, ops and layers must be consistent, and no larger than any machine.
 
 # The largest size of all tensors of a batch together, and their FLOPs: sums over the microbatches of a schedule stay
 # far within int64. 1 PiB is 13,000 devices of 80 GiB.
@@ -153,11 +151,11 @@ class Extent:
     per_sample: int = 0
 
     def at(self, batch_size: int) -> int:
-        """The number for a batch of ``batch_size`` samples."""
+        """Return the number for a batch of ``batch_size`` samples."""
         return self.fixed + self.per_sample * batch_size
 
     def most(self, batch_size: int) -> int:
-        """A bound of the number's absolute value for batches of up to ``batch_size`` samples."""
+        """Return a bound of the number's absolute value for batches of up to ``batch_size`` samples."""
         return abs(self.fixed) + abs(self.per_sample) * batch_size
 
     def __add__(self, other: Extent) -> Extent:
@@ -170,7 +168,7 @@ class Extent:
         return f"{scale}{self.fixed:+d}" if self.fixed else scale
 
     def encode_scalar(self) -> int | str:
-        """The form in documents."""
+        """Return the form in documents."""
         return str(self) if self.per_sample else self.fixed
 
     @classmethod
@@ -203,14 +201,14 @@ class Tensor:
     aliases: tuple[str, ...] = ()
 
     def num_elements(self, batch_size: int) -> int:
-        """Number of elements at a batch size."""
+        """Return the number of elements at a batch size."""
         count = 1
         for extent in self.shape:
             count *= extent.at(batch_size)
         return count
 
     def num_bytes(self, batch_size: int, float_bytes: int | None = None) -> int:
-        """Bytes at a batch size, counting the tensor's own elements (a view counts the elements that it shows).
+        """Return the bytes at a batch size, counting the tensor's own elements (for a view, those that it shows).
 
         ``float_bytes``: bytes of a floating element when the model runs in another precision than it was captured in.
         """
@@ -245,7 +243,7 @@ class Op:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the op writes into an input, by torch's naming rule (a trailing underscore)."""
+        """Return whether the op writes into an input, by torch's naming rule (a trailing underscore)."""
         name = self.kind.split(".")[1] if "." in self.kind else self.kind
         return name.endswith("_") and not name.endswith("__")
 
@@ -331,7 +329,7 @@ class Graph:
         return tensor.shape[1].fixed
 
     def num_parameters(self, *, trainable_only: bool = False) -> int:
-        """Number of parameter elements, tied ones counted once."""
+        """Return the number of parameter elements, tied ones counted once."""
         return sum(
             self.tensors[i].num_elements(0)
             for i in self.parameters
@@ -339,7 +337,7 @@ class Graph:
         )
 
     def flops(self, batch_size: int) -> int:
-        """Floating-point operations of one forward (and, in training, backward) pass over ``batch_size`` samples."""
+        """Return the FLOPs of one forward (and, in training, backward) pass over ``batch_size`` samples."""
         return self.total_flops.at(batch_size)
 
     @property
@@ -355,10 +353,10 @@ class Graph:
         exclude: frozenset[int] = frozenset(),
         float_bytes: int | None = None,
     ) -> int:
-        """Bytes that autograd keeps for the backward of ``ops``: each storage once, without parameters and buffers.
+        """Return the bytes that autograd keeps for the backward of ``ops``, each storage once.
 
-        ``exclude`` holds storages that are counted elsewhere (received values, for instance); ``float_bytes``: the
-        width of floating elements, by default as captured.
+        Parameters and buffers are left out. ``exclude`` holds storages that are counted elsewhere (received values, for
+        instance); ``float_bytes``: the width of floating elements, by default as captured.
         """
         storages = {self.tensors[i].storage for op in ops for i in op.saved} - exclude
         return sum(

@@ -42,7 +42,7 @@ class Group:
             _check("A group", weight=(1e-9, weight, 1e9))
 
     def weight_of(self, model: str) -> float:
-        """The weight of a model; 0 if the group does not hold it."""
+        """Return the weight of a model; 0 if the group does not hold it."""
         if model not in self.models:
             return 0.0
         return self.weights[self.models.index(model)] if self.weights else float(self.devices)

@@ -22,7 +22,7 @@ class Printer(Protocol):
 
 
 def html_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]], num_rows: int) -> str:
-    """The first `MAX_ROWS` of ``num_rows`` rows; numbers are right-aligned. Later rows are not computed."""
+    """Return the first `MAX_ROWS` of ``num_rows`` rows; numbers are right-aligned. Later rows are not computed."""
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in islice(rows, MAX_ROWS))
     left = num_rows - MAX_ROWS

@@ -379,7 +379,10 @@ _OPCODES = {(row.view, row.payload): opcode for opcode, row in INSTRUCTIONS.item
 
 
 def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
-    """The columns of an instruction: opcode, stage, microbatch, version, peer, num_bytes; -1 for a missing field."""
+    """Return the columns of an instruction: opcode, stage, microbatch, version, peer, num_bytes.
+
+    A missing field is -1.
+    """
     opcode = _OPCODES[type(instruction), instruction.payload if isinstance(instruction, Send | Receive) else None]
     row = [int(opcode), -1, -1, -1, -1, 0]
     for name, column in _FIELDS[opcode]:
@@ -388,7 +391,7 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
 
 
 def instruction_of(row: Sequence[int]) -> Instruction:
-    """The instruction with these columns."""
+    """Return the instruction with these columns."""
     opcode = Opcode(row[0])
     view, payload = INSTRUCTIONS[opcode].view, INSTRUCTIONS[opcode].payload
     said: dict[str, Any] = {name: row[column] for name, column in _FIELDS[opcode]}
@@ -398,7 +401,7 @@ def instruction_of(row: Sequence[int]) -> Instruction:
 
 
 def instruction_name(opcode: int, stage: int, microbatch: int, peer: int) -> str:
-    """The span name of an instruction in every timeline and picture.
+    """Return the span name of an instruction in every timeline and picture.
 
     ``F0.3``, ``B1.0``, ``I1.0`` and ``W1.0`` (a backward in two parts), ``send 0→1.3``, ``all-reduce 0 #2``.
     """

@@ -44,7 +44,7 @@ class Latency:
 
     @classmethod
     def through(cls, measured: Iterable[tuple[int, float]]) -> Latency:
-        """The latency of measured sizes; the last one is the largest batch.
+        """Return the latency of measured sizes; the last one is the largest batch.
 
         A larger batch that took less time is treated as noise: it gets the time of the smaller one.
         """
@@ -54,7 +54,7 @@ class Latency:
         return cls(points=tuple(points), largest=points[-1][0])
 
     def of(self, batch: float) -> float:
-        """Seconds of a batch."""
+        """Return seconds of a batch."""
         if not self.points:
             return self.alpha * batch + self.beta
         place = max(bisect_right(self.points, batch, key=lambda point: point[0]), 1)

@@ -55,7 +55,7 @@ def note_making(measurements: Path | None, plan_file: Path, predicted_for: str |
 
 
 def recall(made_with: MadeWith, plan_file: Path, given: Path | None = None) -> Recalled:
-    """The measurements of a plan that was read from a file, or the ``given`` ones instead.
+    """Return the measurements of a plan that was read from a file, or the ``given`` ones instead.
 
     Raises DocumentError if they cannot be read.
     """
@@ -90,7 +90,7 @@ def _compare_given(made_with: MadeWith, given: Path) -> Recalled:
 
 
 def own_software() -> str:
-    """The installed versions of the packages that matter to a plan."""
+    """Return the installed versions of the packages that matter to a plan."""
     found = []
     for name in ("meshwright", "torch"):
         try:

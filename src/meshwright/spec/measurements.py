@@ -178,7 +178,7 @@ class MoveKey(NamedTuple):
     adds: bool
 
     def write(self) -> str:
-        """The key of its row, with all elements in one dim."""
+        """Return the key of its row, with all elements in one dim."""
         if self.adds:
             return f"aten.add_.Tensor({self.elements}:{self.read},{self.elements}:{self.read}|00)"
         return f"aten._to_copy.default({self.elements}:{self.read};dtype=torch.{self.written}|0)"
@@ -194,7 +194,7 @@ def read_move_key(key: str) -> MoveKey | None:
 
 
 def op_key(graph: Graph, op: Op, batch_size: int) -> str:
-    """The key of an op for a batch size: ``aten.linear.default(4x128x768:float32,...;attribute=value)``.
+    """Return the key of an op for a batch size: ``aten.linear.default(4x128x768:float32,...;attribute=value)``.
 
     Sizes among the attributes are for the batch, too: ``size=[2, 4, 64]`` if the graph has ``[2, b, 64]``.
     """

@@ -43,5 +43,5 @@ MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def group_parts(parts: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of each group, in the order of `MEMORY_GROUPS`; parts outside all groups are left out."""
+    """Return bytes of each group, in the order of `MEMORY_GROUPS`; parts outside all groups are left out."""
     return {group: sum(parts.get(part, 0) for part in names) for group, names in MEMORY_GROUPS.items()}

@@ -1,8 +1,8 @@
-"""Model references that are data files: a stored graph, or the configuration of a Hugging Face model.
+"""Model references that are data (`read_model_file`): a stored graph, a Hugging Face configuration, an id of its Hub.
 
-Both are called ``something.json``, so the content decides: a stored graph has ``schema``, a configuration has
-``model_type``. A folder stands for its ``config.json``, an id of the Hugging Face Hub for the one there.
-Nothing in a file is executed.
+Both files are called ``something.json``, so the content decides: a stored graph has ``schema``, a configuration has
+``model_type``. A folder stands for its ``config.json``, an id of the Hugging Face Hub for the one there
+(`find_config`). Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ from meshwright.spec.graph import Graph
 from meshwright.spec.own_code import split_reference
 from meshwright.spec.parsing import read_data
 
-# Models of the Hugging Face Hub by id: ``Qwen/Qwen2.5-7B`` → the path of its ``config.json``, and nothing else.
-#
-# The file comes from huggingface_hub's cache if it is there, else from the network. Weights, tokenizers and code are
-# never downloaded; the file is read as data, with limits on its size.
-
 CONFIG_NAME = "config.json"
 # Published configurations have 1 kB to 1 MB, the longest those that name 21,843 classes of images.
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -37,7 +32,7 @@ _BY_HAND = "Give the file itself: save {url} and plan with that, or set HF_HOME 
 
 
 def is_hub_id(reference: str) -> bool:
-    """Whether a reference has the form of an id of the Hub, and does not name a file or folder here."""
+    """Return whether a reference has the form of an id of the Hub, and does not name a file or folder here."""
     return (
         _ID.fullmatch(reference) is not None
         and not reference.endswith(_FILES)
@@ -45,8 +40,11 @@ def is_hub_id(reference: str) -> bool:
     )
 
 
+# ``Qwen/Qwen2.5-7B`` → the path of its ``config.json``. The file comes from huggingface_hub's cache if it is there,
+# else from the network. Weights, tokenizers and code are never downloaded; the file is read as data, with limits on its
+# size.
 def find_config(model_id: str) -> Path:
-    """The file ``config.json`` of a model of the Hub. Raises ModelReferenceError if it is not available."""
+    """Return the file ``config.json`` of a model of the Hub. Raises ModelReferenceError if it is not available."""
     try:
         from huggingface_hub import (  # noqa: PLC0415  (an extra)
             constants,
@@ -109,7 +107,7 @@ _GRAPH_MARK, _HEAD_BYTES = b'"meshwright/graph/', 256
 
 
 def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
-    """The graph or configuration of a reference; None if it is not such a file, folder or id of the Hub.
+    """Return the graph or configuration of a reference; None if it is not such a file, folder or id of the Hub.
 
     Raises DocumentError for a file that is neither or that is damaged, ModelReferenceError for a folder without a
     configuration.
@@ -139,7 +137,7 @@ def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
 
 
 def is_stored_graph(reference: str) -> bool:
-    """Whether a model reference is a stored graph, by the first bytes of its file."""
+    """Return whether a model reference is a stored graph, by the first bytes of its file."""
     if reference.endswith(".json"):
         with suppress(DocumentError):
             return _begins_as_graph(Path(reference).expanduser())

@@ -1,4 +1,4 @@
-"""Offload: what a plan's ranks keep in host memory or on its drives instead of device memory.
+"""Offload: what a plan's ranks keep in host memory or on its drives (`Nvme`) instead of device memory.
 
     optimizer   states and, in mixed precision, the master weights. Gradients go down, the host makes the step, and new
                 parameters come up (Ren et al., ZeRO-Offload, ATC 2021); on drives states are read and written in
@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     from meshwright.spec.plan import Plan
 
 
-# The drives of a node, for states that fit neither the devices nor the host.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nvme:
-    """The drives of a node, taken together."""
+    """The drives of a node, taken together, for states that fit neither the devices nor the host."""
 
     capacity_bytes: int
     read_bytes_per_s: float
@@ -75,7 +72,7 @@ class Offload:
             )
 
     def describe(self) -> str:
-        """For people: ``optimizer states on the host``; empty if all is on the devices."""
+        """Return words for people: ``optimizer states on the host``; empty if all is on the devices."""
         places: dict[str, list[str]] = {}
         for what, where in (
             ("parameters", self.parameters),

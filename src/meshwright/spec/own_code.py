@@ -1,9 +1,9 @@
-"""Functions in a user's own files: ``path/to/file.py:function`` is located, run like a script, and read.
+"""Functions in a user's own files (`load_function`): ``path/to/file.py:function`` is located, run like a script, read.
 
-A file's folder is importable while it is loaded and called. Any exception becomes one paragraph with its
-own message and line. The caller says what the function should return and which error class reports a fault. Paths are
-those of the shell: relative to the working directory, with ``~`` for the home folder. `own_loss` is the loss of a
-user's model.
+A file's folder is importable while it is loaded and called (`Folder`). Any exception becomes one paragraph with its own
+message and line. The caller says what the function should return and which error class reports a fault. Paths are those
+of the shell: relative to the working directory, with ``~`` for the home folder. `own_loss` is the loss of a user's
+model.
 """
 
 from __future__ import annotations
@@ -37,14 +37,11 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
 
-# Modules beside a user's file: each file imports those of its own folder, as they are when it is loaded.
-#
-# Two folders may each have a ``helper.py``, and one folder may have another ``helper.py`` later. So such a module is in
-# `sys.modules` only while a file is loaded or called (`Folder.importable`); its importer keeps it, and an import in a
-# later call finds it here. Files that are loaded in one block of `afresh` share modules; outside of such a block, the
-# modules of a folder are kept until one of their files has changed.
-
-
+# Each file imports the modules of its own folder, as they are when it is loaded. Two folders may each have a
+# ``helper.py``, and one folder may have another ``helper.py`` later. So such a module is in `sys.modules` only while a
+# file is loaded or called (`Folder.importable`); its importer keeps it, and an import in a later call finds it here.
+# Files that are loaded in one block of `afresh` share modules; outside of such a block, the modules of a folder are
+# kept until one of their files has changed.
 class Folder:
     """Modules that were imported from a folder, by name."""
 
@@ -73,7 +70,7 @@ class Folder:
                 self._take_out()
 
     def find(self, name: str, within: Sequence[str] | None) -> ModuleSpec | None:
-        """The spec of a module, if it is in the folder, or in a package of the folder."""
+        """Return the spec of a module, if it is in the folder, or in a package of the folder."""
         if name in self._modules:
             known = self._modules[name]
             return ModuleSpec(
@@ -97,7 +94,7 @@ class Folder:
         return None
 
     def is_as_loaded(self) -> bool:
-        """Whether all files still hold what was imported."""
+        """Return whether all files still hold what was imported."""
         try:
             return all(Path(path).read_bytes() == content for path, content in self.sources.items())
         except OSError:
@@ -218,7 +215,7 @@ def afresh() -> Iterator[None]:
 
 
 def folder_at(place: Path, *, is_loaded: bool = False) -> Folder:
-    """A folder, with the modules that were last imported for its files.
+    """Return a folder, with the modules that were last imported for its files.
 
     If one of its files ``is_loaded`` now, it is new in each block of `afresh`, and elsewhere if a module has changed.
     """
@@ -241,18 +238,18 @@ MAX_SOURCE_BYTES = 16 * 2**20
 
 
 def split_reference(reference: str) -> tuple[Path, str] | None:
-    """``path/to/file.py:function`` as path and name; None if it has another form."""
+    """Return ``path/to/file.py:function`` as path and name; None if it has another form."""
     path, separator, name = reference.rpartition(":")
     return (Path(path).expanduser(), name) if separator and path.endswith(".py") else None
 
 
 def order_file(reference: str) -> Path | None:
-    """``path/to/orders.csv``, a file that lists the order of every rank, as a path; None if it has another form."""
+    """Return ``path/to/orders.csv``, a file of the order of every rank, as a path; None if it has another form."""
     return Path(reference).expanduser() if reference.endswith(".csv") else None
 
 
 def read_source(path: Path, expected: str, error: type[MeshwrightError]) -> bytes:
-    """The content of a Python file; raises ``error``, which says what is wrong and what was ``expected``."""
+    """Return the content of a Python file; raises ``error``, which says what is wrong and what was ``expected``."""
     if not path.exists() or path.is_dir():
         nearby = sorted(item.name for item in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise error(
@@ -266,16 +263,17 @@ def read_source(path: Path, expected: str, error: type[MeshwrightError]) -> byte
 
 
 def source_hash(content: bytes) -> str:
-    """Hash of a file's content: 16 hexadecimal digits of SHA-256, as for documents."""
+    """Return the hash of a file's content: 16 hexadecimal digits of SHA-256, as for documents."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def load_function(
     path: Path, name: str, *, expected: str, error: type[MeshwrightError], content: bytes | None = None
 ) -> Callable[..., Any]:
-    """The callable ``name`` of the Python file at ``path``, which is run (``content``: its content, if already read).
+    """Return the callable ``name`` of the Python file at ``path``, which is run.
 
-    ``expected`` says what the function does ("returns ..."), for messages. Raises ``error``.
+    ``expected`` says what the function does ("returns ..."), for messages. ``content``: the file's content, if already
+    read. Raises ``error``.
     """
     content = read_source(path, expected, error) if content is None else content
     module = _run_file(path, content, error)
@@ -312,7 +310,7 @@ def reported(path: Path, what: str, error: type[MeshwrightError], *, otherwise: 
 
 
 def own_line(problem: BaseException, path: Path, otherwise: str = "") -> str:
-    """The place in the user's file, with the source line; the place nearest to the cause, or ``otherwise``."""
+    """Return the place in the user's file, with the source line; the place nearest to the cause, or ``otherwise``."""
     if isinstance(problem, SyntaxError) and problem.filename:
         return f"{problem.filename}:{problem.lineno}: {(problem.text or '').strip()}"
     frames = traceback.extract_tb(problem.__traceback__)
@@ -323,7 +321,7 @@ def own_line(problem: BaseException, path: Path, otherwise: str = "") -> str:
 
 
 def first_line(function: Callable[..., Any], path: Path) -> str:
-    """The first line of a function in the user's file, with the source; the file alone if it is from elsewhere."""
+    """Return the first line of a function in the user's file, with source; the file alone if it is from elsewhere."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or Path(code.co_filename).resolve() != path.resolve():
         return str(path)
@@ -331,12 +329,12 @@ def first_line(function: Callable[..., Any], path: Path) -> str:
 
 
 def source_line(path: Path, line: int) -> str:
-    """``path/to/file.py:12: yield Forward(...)``."""
+    """Return place and text of a line: ``path/to/file.py:12: yield Forward(...)``."""
     return f"{path}:{line}: {linecache.getline(str(path.resolve()), line).strip()}"
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model computes: its output named ``loss``, or its whole output.
+    """Return the loss that a model computes: its output named ``loss``, or its whole output.
 
     Models of transformers return it so for a batch with labels.
     """

@@ -1,4 +1,4 @@
-"""Placement: every op of a graph on a rank. A small JSON document, like a plan.
+"""Placement: every op of a graph on a rank, as a small JSON document like a plan; its stages (`slice_stages`).
 
 A placement is a list of **stages**. A stage is a set of ops that one rank computes without communication in between:
 the values that it reads from other ranks arrive before it starts, and the values that it sends leave when it ends. The
@@ -58,7 +58,7 @@ class PlacedStage:
         return (0,)
 
     def rank_of(self, microbatch: int) -> int:  # noqa: ARG002 - the same rank for all
-        """The rank that computes a microbatch."""
+        """Return the rank that computes a microbatch."""
         return self.rank
 
 
@@ -104,11 +104,11 @@ class Placement:
         return self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Indices of the stages of a rank, in its order."""
+        """Return the indices of the stages of a rank, in its order."""
         return tuple(index for index, stage in enumerate(self.stages) if stage.rank == rank)
 
     def describe(self) -> str:
-        """One line for people: ``31 ops on 2 ranks (20, 11), 5 stages, 1 microbatch of 8``."""
+        """Return one line for people: ``31 ops on 2 ranks (20, 11), 5 stages, 1 microbatch of 8``."""
         counts = [sum(len(self.stages[index].ops) for index in self.stages_of(r)) for r in range(self.num_ranks)]
         shown = ", ".join(map(str, counts[:_SHOWN_RANKS])) + (", …" if len(counts) > _SHOWN_RANKS else "")
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
@@ -226,9 +226,15 @@ def _check_parts(placement: Placement) -> None:
         )
 
 
-# The stages of a placement and the values between them, as the same `StageSlice`s that cut layers have.
-#
-# Rules, in addition to those of `slices`:
+_Pair = tuple[int, int]
+
+
+def slice_stages(graph: Graph, plan: Plan | Placement) -> tuple[StageSlice, ...]:
+    """Return the stages of a plan or of a placement. Raises PlanError if it does not match the graph."""
+    return slice_placement(graph, plan) if isinstance(plan, Placement) else slice_graph(graph, plan.bounds)
+
+
+# The result is the same `StageSlice`s that cut layers have. Rules, in addition to those of `slices`:
 #
 # - A tensor is sent to another rank once, from its maker to the first stage there that reads it. That stage passes it
 #   to later ones of its rank, which costs nothing; gradients return the same way, so they are summed on each rank
@@ -236,18 +242,12 @@ def _check_parts(placement: Placement) -> None:
 # - A replicable op is computed by the first stage of every rank that needs it, and passed on.
 # - A gradient passes to each value on which the loss depends in a way that autograd follows, and only from stages that
 #   have a backward themselves.
-
-_Pair = tuple[int, int]
-
-
-def slice_stages(graph: Graph, plan: Plan | Placement) -> tuple[StageSlice, ...]:
-    """The stages of a plan or of a placement. Raises PlanError if it does not match the graph."""
-    return slice_placement(graph, plan) if isinstance(plan, Placement) else slice_graph(graph, plan.bounds)
-
-
 @lru_cache(maxsize=64)
 def slice_placement(graph: Graph, placement: Placement) -> tuple[StageSlice, ...]:
-    """The ops, inputs and outputs of each stage of a placement. Raises PlanError if it does not match the graph."""
+    """Return the ops, inputs and outputs of each stage of a placement.
+
+    Raises PlanError if it does not match the graph.
+    """
     check_placement(placement, graph)
     needs, carried = _Walk(graph, placement).run()
     random_stages = [index for index, need in enumerate(needs) if any(graph.ops[op].random for op in need.ops)]
@@ -378,7 +378,7 @@ def _gradients(
 
 
 def flowing_ops(graph: Graph) -> set[int]:
-    """The ops through which a gradient of the loss may pass.
+    """Return the ops through which a gradient of the loss may pass.
 
     The storage counts, not the tensor: a tensor written in place carries the gradient of the written value.
     """

@@ -1,8 +1,8 @@
-"""Plan: which part of the graph runs where and how it is split. A small JSON document.
+"""Plan: which part of the graph runs where and how it is split, as a small JSON document; its stages (`StagePlan`).
 
-Replicas of a stage compute its microbatches in turn, or by their shares, so stages may differ in their
-number of replicas; data parallelism is one stage with many replicas. A rank may hold several stages (virtual stages,
-chunks) if the schedule interleaves them. The loss of a step is the mean over its microbatches, whatever the plan.
+Replicas of a stage compute its microbatches in turn, or by their shares, so stages may differ in their number of
+replicas; data parallelism is one stage with many replicas. A rank may hold several stages (virtual stages, chunks) if
+the schedule interleaves them. The loss of a step is the mean over its microbatches, whatever the plan.
 """
 
 from __future__ import annotations
@@ -35,16 +35,12 @@ if TYPE_CHECKING:
     from meshwright.spec.graph import Graph
 
 
-# One stage of a plan: its layers, its ranks, and which of them computes which microbatch.
-#
 # Replicas compute microbatches in turn: replica m mod R computes microbatch m. If they have ``shares``, replica r
 # computes ``shares[r]`` of a step's M microbatches, and its k-th comes when k + 1/2 of its share is due,
 #
 #     at (k + 1/2) / shares[r]  of the step; among several at one place the first replica comes first
 #
 # so that a replica with a larger share takes turns more often. Equal shares are the same as none if R divides M.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """Layers ``start:stop`` on ``ranks``, one replica per rank.
@@ -72,27 +68,27 @@ class StagePlan:
         return _deal(self.shares) if self.shares else tuple(range(len(self.ranks)))
 
     def rank_of(self, microbatch: int) -> int:
-        """The rank whose replica computes this microbatch."""
+        """Return the rank whose replica computes this microbatch."""
         if not self.shares:
             return self.ranks[microbatch % len(self.ranks)]
         turns = self.turns
         return self.ranks[turns[microbatch % len(turns)]]
 
     def counts(self, num_microbatches: int) -> tuple[int, ...]:
-        """How many of a step's microbatches each replica computes."""
+        """Return how many of a step's microbatches each replica computes."""
         if self.shares:
             return self.shares
         count, rest = divmod(num_microbatches, len(self.ranks))
         return tuple(count + (replica < rest) for replica in range(len(self.ranks)))
 
     def microbatches_of(self, replica: int, num_microbatches: int) -> range | tuple[int, ...]:
-        """The microbatches of a step that a replica computes, in order."""
+        """Return the microbatches of a step that a replica computes, in order."""
         if not self.shares:
             return range(replica, num_microbatches, len(self.ranks))
         return tuple(microbatch for microbatch, own in enumerate(self.turns) if own == replica)
 
     def describe(self) -> str:
-        """``0:4 ×2``, or ``0:4 ×2 (3 + 1)`` where shares differ."""
+        """Return ``0:4 ×2``, or ``0:4 ×2 (3 + 1)`` where shares differ."""
         alike = len(set(self.shares)) < 2
         shares = "" if alike else f" ({' + '.join(map(str, self.shares))})"
         return f"{self.start}:{self.stop} ×{len(self.ranks)}{shares}"
@@ -123,7 +119,10 @@ def check_shares(plan: Plan, index: int) -> None:
 
 
 def takes_part_alike(num_replicas: int, num_microbatches: int, zero: int) -> bool:
-    """Whether replicas that take turns may shard states: with ZeRO 2 and 3 all gather and scatter in every pass."""
+    """Return whether replicas that take turns may shard states.
+
+    With ZeRO 2 and 3 all of them gather and scatter in every pass.
+    """
     return zero < 2 or num_microbatches % num_replicas == 0
 
 
@@ -244,7 +243,7 @@ class Plan:
         return any(stage.feeds for stage in self.stages)
 
     def feeds(self, stage: int) -> tuple[int, ...]:
-        """The stages that receive a stage's values; in a chain the next one."""
+        """Return the stages that receive a stage's values; in a chain the next one."""
         if self.has_branches:
             return self.stages[stage].feeds
         return (stage + 1,) if stage + 1 < len(self.stages) else ()
@@ -273,7 +272,7 @@ class Plan:
         return "" if self.exchange.is_runnable else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Indices of the stages on a rank, ascending; at least one."""
+        """Return the indices of the stages on a rank, ascending; at least one."""
         return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def _repr_html_(self) -> str:
@@ -294,14 +293,14 @@ class Plan:
         )
 
     def describe(self) -> str:
-        """One line for people: ``2 stages [0:4 ×2, 4:9 ×1], 8 microbatches of 4, 1f1b``."""
+        """Return one line for people: ``2 stages [0:4 ×2, 4:9 ×1], 8 microbatches of 4, 1f1b``."""
         parts = ", ".join(stage.describe() for stage in self.stages)
         stages = format_count(len(self.stages), "stage")
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
         return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{self.describe_extras()}"
 
     def describe_extras(self) -> str:
-        """The part of the description after the schedule: ``, tensor 4, ZeRO 1``; empty for a plan without extras."""
+        """Return what follows the schedule in the description: ``, tensor 4, ZeRO 1``; empty without extras."""
         ahead = self.exchange.staleness
         waves = f" with staleness {ahead}" if ahead else ""
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
@@ -322,7 +321,7 @@ class Plan:
 
 
 def name_stages(plan: Plan, rank: int) -> str:
-    """``stage 3``, or ``stages 0 and 7``: the stages of a rank, for messages."""
+    """Return ``stage 3``, or ``stages 0 and 7``: the stages of a rank, for messages."""
     *others, last = map(str, plan.stages_of(rank))
     return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
 
@@ -332,10 +331,10 @@ def _first_numbers(ranks: tuple[int, ...]) -> str:
 
 
 def with_branches(plan: Plan, graph: Graph) -> Plan:
-    """The plan with the edges between its stages listed, if some of them lie on parallel branches of the graph.
+    """Return the plan with the edges between its stages listed, if some of them lie on parallel branches of the graph.
 
-    Schedules then keep as many microbatches in flight as the longest path from a stage to the end needs, instead of
-    the number of later stages. Plans with several stages on a rank stay as they are.
+    Schedules then keep as many microbatches in flight as the longest path from a stage to the end needs, instead of the
+    number of later stages. Plans with several stages on a rank stay as they are.
     """
     edges = _edges(plan, graph)
     is_chain = all(index + 1 in targets for index, targets in enumerate(edges[:-1]))
@@ -377,7 +376,7 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
 
 
 def unknown_schedule(name: str) -> PlanError:
-    """The error for a text that is neither the name of a schedule nor a reference to one."""
+    """Return the error for a text that is neither the name of a schedule nor a reference to one."""
     return PlanError(
         f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give the name of one, or your own as "
         "path/to/file.py:function or path/to/orders.csv."

@@ -35,7 +35,7 @@ def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Place
 
 
 def with_compiled(plan: Plan | Placement, compiled: bool) -> Plan | Placement:
-    """The plan with layers compiled or not. Raises PlanError for compiling a placement."""
+    """Return the plan with layers compiled or not. Raises PlanError for compiling a placement."""
     if isinstance(plan, Plan):
         return replace(plan, compiled=compiled)
     if compiled:

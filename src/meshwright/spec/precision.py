@@ -117,7 +117,10 @@ SIMULATED_ONLY: tuple[Precision, ...] = ("mixed-float16", "float8")
 
 
 def upgraded_precision(data: dict[str, Any], version: int) -> dict[str, Any]:
-    """The data of a document with a workload; in version 1 ``bfloat16`` had float32 master weights and states."""
+    """Return the data of a document with a workload in its newest form.
+
+    In version 1 ``bfloat16`` had float32 master weights and states.
+    """
     workload = data.get("workload")
     if version == 1 and isinstance(workload, dict) and workload.get("precision") == "bfloat16":
         return {**data, "workload": {**workload, "precision": "mixed-bf16-gradients"}}
@@ -125,7 +128,7 @@ def upgraded_precision(data: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 def numbers_of(precision: str) -> Numbers:
-    """The types of a precision. Raises PlanError for an unknown word."""
+    """Return the types of a precision. Raises PlanError for an unknown word."""
     if precision not in _NUMBERS:
         words = get_args(Precision)
         raise PlanError(

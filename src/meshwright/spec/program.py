@@ -93,12 +93,12 @@ class Section:
         return len(self.opcode)
 
     def instruction(self, index: int) -> Instruction:
-        """The typed view of one row."""
+        """Return the typed view of one row."""
         columns = self.opcode, self.stage, self.microbatch, self.version, self.peer, self.num_bytes
         return instruction_of([int(column[index]) for column in columns])
 
     def waits_of(self, index: int) -> NDArray[np.int64]:
-        """Ids (or marks, from ``num_instructions``) for which one instruction waits."""
+        """Return ids (or marks, from ``num_instructions``) for which one instruction waits."""
         return self.waits[self.wait_offsets[index] : self.wait_offsets[index + 1]]
 
     def stream_range(self, stream: int) -> range:
@@ -162,18 +162,18 @@ class Program:
         return any(bool((section.opcode == Opcode.BACKWARD_INPUT).any()) for _, section in self.sections())
 
     def sections(self) -> Iterator[tuple[str, Section]]:
-        """The three parts, in order of execution."""
+        """Yield the three parts, in order of execution."""
         yield "prologue", self.prologue
         yield "body", self.body
         yield "epilogue", self.epilogue
 
     def streams_of(self, rank: int) -> tuple[int, ...]:
-        """Indices of the streams of one rank."""
+        """Return indices of the streams of one rank."""
         return tuple(index for index, stream in enumerate(self.streams) if stream.rank == rank)
 
 
 def empty_section(num_streams: int) -> Section:
-    """A section without instructions."""
+    """Return a section without instructions."""
     return Section(
         stream_offsets=np.zeros(num_streams + 1, np.int64),
         opcode=np.zeros(0, np.int8),

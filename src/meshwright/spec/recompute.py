@@ -1,9 +1,9 @@
-"""Recompute (activation checkpointing): ranges of ops ``start:stop``, and ops in them whose results are kept.
+"""Recompute (activation checkpointing): ranges of ops, and ops in them whose results are kept; the words for users.
 
-A range keeps the values that it reads from outside, and the results of those of its ops that are in `Graph.keeps`. When
-the backward reaches the end of the range, its other ops run again, up to the last value that their backward reads
-(torch.utils.checkpoint stops early, too; results are kept as by its create_selective_checkpoint_contexts).
-`recompute` defines the words by which users choose.
+A range ``start:stop`` keeps the values that it reads from outside, and the results of those of its ops that are in
+`Graph.keeps`. When the backward reaches the end of the range, its other ops run again, up to the last value that their
+backward reads (torch.utils.checkpoint stops early, too; results are kept as by its
+create_selective_checkpoint_contexts). `read_recompute` reads the words by which users choose.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Recompute(NamedTuple):
 
 
 def recompute_layers(graph: Graph, layers: Iterable[int]) -> Ranges:
-    """The ranges of ops for recomputing these layers, each layer on its own."""
+    """Return the ranges of ops for recomputing these layers, each layer on its own."""
     return tuple((graph.layers[i].start, graph.layers[i].stop) for i in layers)
 
 
 def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
-    """The longest runs of ops whose kinds start with one of ``kinds``, each within a layer."""
+    """Return the longest runs of ops whose kinds start with one of ``kinds``, each within a layer."""
     home = [index for index, layer in enumerate(graph.layers) for _ in range(layer.start, layer.stop)]
     runs = groupby(range(len(graph.ops)), key=lambda op: (home[op], graph.ops[op].kind.startswith(kinds)))
     chosen = (list(ops) for (_, is_chosen), ops in runs if is_chosen)
@@ -52,7 +52,7 @@ def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
 
 
 def with_recompute(graph: Graph, ranges: Iterable[tuple[int, int]], keeps: Iterable[int] = ()) -> Graph:
-    """The graph with these ranges recomputed, except ops whose results are kept.
+    """Return the graph with these ranges recomputed, except ops whose results are kept.
 
     Blocks of layers that recompute or keep different parts get different names.
     """
@@ -107,13 +107,13 @@ def _check_keeps(graph: Graph) -> None:
 
 
 def written_storages(graph: Graph) -> frozenset[int]:
-    """Storages of values that some op writes to in place."""
+    """Return the storages of values that some op writes to in place."""
     written = (graph.tensors[op.inputs[0]].storage for op in graph.ops if op.inputs and op.is_in_place)
     return frozenset(written)
 
 
 def why_not_kept(graph: Graph, op: int, written: frozenset[int]) -> str:
-    """Why the result of an op cannot be kept inside a recomputed range; empty if it can.
+    """Return why the result of an op cannot be kept inside a recomputed range; empty if it can.
 
     ``written`` are the graph's `written_storages`.
     """
@@ -130,7 +130,7 @@ def why_not_kept(graph: Graph, op: int, written: frozenset[int]) -> str:
 
 
 def passed_again(graph: Graph, start: int, stop: int) -> range:
-    """The ops of a range up to the last one that makes or keeps a value for their backward."""
+    """Return the ops of a range up to the last one that makes or keeps a value for their backward."""
     ops, tensors = graph.ops, graph.tensors
     savers = [index for index in range(start, stop) if ops[index].saved]
     if not savers:
@@ -144,45 +144,24 @@ def passed_again(graph: Graph, start: int, stop: int) -> range:
 
 
 def computed_again(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
-    """The ops of a range that run again: those of `passed_again` whose results are not kept."""
+    """Return the ops of a range that run again: those of `passed_again` whose results are not kept."""
     passed = passed_again(graph, start, stop)
     kept = kept_within(graph, start, stop)
     return tuple(passed) if not kept else tuple(op for op in passed if op not in kept)
 
 
 def kept_within(graph: Graph, start: int, stop: int) -> frozenset[int]:
-    """The ops of a range whose results are kept."""
+    """Return the ops of a range whose results are kept."""
     return frozenset(graph.keeps[bisect_left(graph.keeps, start) : bisect_left(graph.keeps, stop)])
 
 
 def read_from_outside(graph: Graph, start: int, stop: int) -> set[int]:
-    """Storages of values that a range reads but does not make; they are kept until it runs again."""
+    """Return the storages of values that a range reads but does not make; they are kept until it runs again."""
     ops = graph.ops[start:stop]
     made = {i for op in ops for i in op.outputs}
     read = {i for op in ops for i in op.inputs} - made
     return {graph.tensors[i].storage for i in read if graph.tensors[i].role == "activation"}
 
-
-# The words by which users choose what is recomputed, and their meaning for a graph.
-#
-#     none          nothing
-#     full          every repeated block
-#     op            every repeated block, except the results of products and of attention (below)
-#     attention     attention alone: where scores are kept, their softmax and its dropout (Korthikanti et al., MLSys
-#                   2023,
-#                   section 5); where one kernel computes it, that op and all between the products before and after it
-#     every-N       each N-th repeated block, as torchtitan's layer-wise selective checkpointing
-#     keep=A+B      every repeated block, except the results of ops whose kind or name matches one of the patterns
-#     0:12,20:24    these layers
-#     op[0:12],full[12:20]   one of the words above except every-N for some layers
-#     full@0,op@1:3 one of the words above for some stages, and nothing elsewhere
-#
-# ``selective`` is an older word for ``attention``. ``op`` keeps what torchtitan's selective policy saves
-# (torchtitan/distributed/activation_checkpoint.py, SelectiveAC): results of attention in one kernel, of convolutions,
-# of products with a bias or of batches of matrices (aten.addmm, bmm), and of every second plain product (aten.mm), the
-# first, the third and so on of each block; also of topk and of the largest value of a tensor. If ops are sharded, the
-# results of reduce-scatters and all-to-alls are kept, too (`program.plan_lowering`). torchtitan leaves routers, by
-# their name, out of the count of plain products; here they count.
 
 RecomputeName = Literal["none", "op", "attention", "full"]
 RECOMPUTE_NAMES: tuple[RecomputeName, ...] = get_args(RecomputeName)
@@ -207,9 +186,29 @@ _MAX = "aten.max.default"
 _MATRICES = ("aten.mm.", "aten.matmul.", "aten.linear.")
 
 
+# The words and their meaning for a graph:
+#
+#     none          nothing
+#     full          every repeated block
+#     op            every repeated block, except the results of products and of attention (below)
+#     attention     attention alone: where scores are kept, their softmax and its dropout (Korthikanti et al., MLSys
+#                   2023, section 5); where one kernel computes it, that op and all between the products before and
+#                   after it
+#     every-N       each N-th repeated block, as torchtitan's layer-wise selective checkpointing
+#     keep=A+B      every repeated block, except the results of ops whose kind or name matches one of the patterns
+#     0:12,20:24    these layers
+#     op[0:12],full[12:20]   one of the words above except every-N for some layers
+#     full@0,op@1:3 one of the words above for some stages, and nothing elsewhere
+#
+# ``selective`` is an older word for ``attention``. ``op`` keeps what torchtitan's selective policy saves
+# (torchtitan/distributed/activation_checkpoint.py, SelectiveAC): results of attention in one kernel, of convolutions,
+# of products with a bias or of batches of matrices (aten.addmm, bmm), and of every second plain product (aten.mm), the
+# first, the third and so on of each block; also of topk and of the largest value of a tensor. If ops are sharded, the
+# results of reduce-scatters and all-to-alls are kept, too (`program.plan_lowering`). torchtitan leaves routers, by
+# their name, out of the count of plain products; here they count.
 @lru_cache(maxsize=32)
 def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
-    """Ranges and kept ops for each word; blocks are layers that are elements of a list in the model."""
+    """Return ranges and kept ops for each word; blocks are layers that are elements of a list in the model."""
     blocks = _blocks(graph)
     full = recompute_layers(graph, blocks)
     return {
@@ -250,7 +249,7 @@ def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | 
 
 
 def name_recompute(graph: Graph, again: Recompute) -> str:
-    """The words for the given ranges, or their layers as ``1:3,5``; empty if nothing is recomputed."""
+    """Return the words for the given ranges, or their layers as ``1:3,5``; empty if nothing is recomputed."""
     choices = recompute_choices(graph)
     for word, found in choices.items():
         if found == again:
@@ -275,7 +274,7 @@ def name_recompute(graph: Graph, again: Recompute) -> str:
 
 
 def words_in_layers(text: str) -> tuple[str, ...]:
-    """The distinct words for layers in a text; empty if the text has another form."""
+    """Return the distinct words for layers in a text; empty if the text has another form."""
     if _LAYERS.fullmatch(text) or _EVERY.fullmatch(text):
         return ("full",)
     return (
@@ -284,29 +283,32 @@ def words_in_layers(text: str) -> tuple[str, ...]:
 
 
 def is_alike(text: str) -> bool:
-    """Whether the words mean the same for all equal blocks, wherever they are in the model."""
+    """Return whether the words mean the same for all equal blocks, wherever they are in the model."""
     return text in (*RECOMPUTE_NAMES, *OLDER_NAMES) or (text.startswith(_KEEP) and not is_by_stage(text))
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words for stages in a text, and the word for stages that it may leave out; else the text alone."""
+    """Return the distinct recompute words in a text with words for stages, and ``none``; else the text alone.
+
+    ``none`` applies to stages that the text does not name.
+    """
     if not is_by_stage(text):
         return (text,)
     return tuple(dict.fromkeys((*(part[0] for part in _parts_by_stage(text)), "none")))
 
 
 def is_by_stage(text: str) -> bool:
-    """Whether the words are for stages, so that their meaning depends on where the model is cut."""
+    """Return whether the words are for stages, so that their meaning depends on where the model is cut."""
     return _AT in text
 
 
 def num_named_stages(text: str) -> int:
-    """The number of stages that a plan needs so that all stages named in a text exist."""
+    """Return the number of stages that a plan needs so that all stages named in a text exist."""
     return max(stop for _, _, stop in _parts_by_stage(text))
 
 
 def word_of_first(text: str) -> str:
-    """The word of the first stage named in a text with words for stages; any other text is returned unchanged."""
+    """Return the word of the first stage named in a text with words for stages; any other text unchanged."""
     return min(_parts_by_stage(text), key=lambda part: part[1])[0] if is_by_stage(text) else text
 
 

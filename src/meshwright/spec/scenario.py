@@ -258,17 +258,17 @@ class Scenario:
             raise ScenarioError(f"seed is {self.seed}; expected a whole number, 0 to 2^63 - 1.")
 
     def effects_of(self, *kinds: type[T]) -> tuple[T, ...]:
-        """The effects of some kinds, in order."""
+        """Return the effects of some kinds, in order."""
         return tuple(effect for effect in self.effects if isinstance(effect, kinds))
 
     def only(self, *kinds: type[object]) -> Scenario:
-        """The scenario with only its effects of some kinds."""
+        """Return the scenario with only its effects of some kinds."""
         kept = [place for place, effect in enumerate(self.effects) if isinstance(effect, kinds)]
         copy = replace(self, effects=tuple(self.effects[place] for place in kept))
         return copy.read_from([self.origins[place] for place in kept] if self.origins else ())
 
     def read_from(self, origins: Sequence[str]) -> Scenario:
-        """The scenario with ``origins`` set."""
+        """Return the scenario with ``origins`` set."""
         copy = replace(self)
         object.__setattr__(copy, "origins", tuple(origins))
         return copy
@@ -316,7 +316,7 @@ def load_scenario(reference: str | Path) -> Scenario:
 
 
 def shipped_scenarios() -> tuple[str, ...]:
-    """Names of the scenarios that come with Meshwright."""
+    """Return names of the scenarios that come with Meshwright."""
     folder = resources.files("meshwright.spec") / "scenarios"
     return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
 

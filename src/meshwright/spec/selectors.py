@@ -130,7 +130,7 @@ class Links(_Selector):
     )
 
     def select(self, cluster: Cluster) -> tuple[Way, tuple[int, ...]]:
-        """The kind of links, and their nodes. Raises ScenarioError if the cluster lacks such links."""
+        """Return the kind of links, and their nodes. Raises ScenarioError if the cluster lacks such links."""
         every = tuple(range(len(cluster.nodes)))
         match self._read():
             case {"first": first, "second": second}:
@@ -159,7 +159,7 @@ class Links(_Selector):
 
 
 def find_nodes(selector: str, text: str, cluster: Cluster) -> tuple[int, ...]:
-    """Nodes by number or name, ascending. Raises ScenarioError for a node that the cluster lacks."""
+    """Return nodes by number or name, ascending. Raises ScenarioError for a node that the cluster lacks."""
     names = [node.name for node in cluster.nodes]
     if re.fullmatch(_LIST, text):
         return _numbers(selector, text, len(names), "nodes", cluster.name)

@@ -161,11 +161,11 @@ class Sharding:
         return f"Every rank stands for {self.width} devices side by side, which split each op: {self.describe()}{own}."
 
     def stride(self, axis: Axis) -> int:
-        """The distance between neighbours on an axis, in ranks of a team."""
+        """Return the distance between neighbours on an axis, in ranks of a team."""
         return {"tensor": 1, "context": self.tensor, "expert": self.tensor * self.context}[axis]
 
     def size(self, axis: Axis) -> int:
-        """The size of an axis."""
+        """Return the size of an axis."""
         return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
 
 

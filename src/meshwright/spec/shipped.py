@@ -25,13 +25,13 @@ MAX_UNPACKED_BYTES = 64 * 2**20
 
 @cache
 def shipped_graphs() -> tuple[str, ...]:
-    """Names of the models whose graphs ship with Meshwright."""
+    """Return names of the models whose graphs ship with Meshwright."""
     folder = resources.files("meshwright.spec") / "graphs"
     return tuple(sorted(item.name.removesuffix(SUFFIX) for item in folder.iterdir() if item.name.endswith(SUFFIX)))
 
 
 def load_shipped_graph(name: str) -> Graph:
-    """The training graph of a shipped model; raises ModelReferenceError for a name that is not shipped."""
+    """Return the training graph of a shipped model; raises ModelReferenceError for a name that is not shipped."""
     if name not in shipped_graphs():
         raise ModelReferenceError(
             f"No graph of a model {name!r} is shipped{suggest(name, shipped_graphs())}. Give a shipped name."
@@ -41,7 +41,7 @@ def load_shipped_graph(name: str) -> Graph:
 
 
 def unpack(packed: bytes, where: str) -> bytes:
-    """The content of a gzip file; DocumentError if it is damaged or unpacks to more than MAX_UNPACKED_BYTES."""
+    """Return the content of a gzip file; DocumentError if it is damaged or unpacks to more than MAX_UNPACKED_BYTES."""
     unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # 16 +: a gzip header
     try:
         content = unpacker.decompress(packed, MAX_UNPACKED_BYTES)

@@ -42,12 +42,12 @@ class Channel:
     carries_rng: bool = False
 
     def forward_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
-        """Bytes of one microbatch's activations on this channel (``float_bytes``: see `Tensor.num_bytes`)."""
+        """Return bytes of one microbatch's activations on this channel (``float_bytes``: see `Tensor.num_bytes`)."""
         values = sum(graph.tensors[i].num_bytes(batch_size, float_bytes) for i in self.tensors)
         return values + (RNG_STATE_BYTES if self.carries_rng else 0)
 
     def backward_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
-        """Bytes of one microbatch's gradients on this channel."""
+        """Return bytes of one microbatch's gradients on this channel."""
         return sum(graph.tensors[i].num_bytes(batch_size, float_bytes) for i in self.gradients)
 
 

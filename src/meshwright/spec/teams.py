@@ -26,7 +26,10 @@ from meshwright.spec.units import format_bytes
 
 
 def team_cluster(cluster: Cluster, width: int) -> Cluster:
-    """The cluster whose ranks are teams of ``width`` devices. Raises ClusterError if teams do not fit the nodes."""
+    """Return the cluster whose ranks are teams of ``width`` devices.
+
+    Raises ClusterError if teams do not fit the nodes.
+    """
     if width == 1:
         return cluster
     known = {kind.name: kind for kind in cluster.device_kinds}

@@ -139,13 +139,13 @@ class Timeline:
         )
 
     def until(self, step: int) -> Timeline:
-        """The spans of all steps before ``step``; the samples of memory are kept."""
+        """Return the spans of all steps before ``step``; the samples of memory are kept."""
         chosen = self.step < step
         columns = ("track", "opcode", "stage", "microbatch", "peer", "step", "num_bytes", "start_ps", "end_ps")
         return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
 
     def step_seconds(self) -> NDArray[np.float64]:
-        """Seconds of each step, shape (num_steps,).
+        """Return seconds of each step, shape (num_steps,).
 
         Each is from the end of the step before (0 for the first) to the end of its last span, over all ranks.
         """
@@ -156,7 +156,7 @@ class Timeline:
         return np.diff(ends, prepend=0) / 1e12
 
     def busy_seconds(self) -> NDArray[np.float64]:
-        """Seconds that each rank's compute stream is busy, shape (num_ranks,)."""
+        """Return seconds that each rank's compute stream is busy, shape (num_ranks,)."""
         ranks = np.array([stream.rank for stream in self.tracks], np.int64)
         compute = np.array([stream.name == "compute" for stream in self.tracks], bool)
         mine = compute[self.track]

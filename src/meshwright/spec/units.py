@@ -1,7 +1,7 @@
-"""Units: SI base units inside, readable units only in output.
+"""Units: SI base units inside, readable units only in output; quantities with their unit as text (`Seconds`, `Bytes`).
 
-Simulated time is int64 picoseconds, so that "equal" means equal; everything else is float seconds, int bytes,
-int floating-point operations.
+Simulated time is int64 picoseconds, so that "equal" means equal; everything else is float seconds, int bytes, int
+floating-point operations.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from typing import Any, ClassVar, Self
 
 from meshwright.spec.errors import MeasurementError, suggest
 
-# Quantities with their unit as text: ``"8 h"``, ``"25 GB/s"``, ``"80 GiB"``. Inside they are SI floats.
-#
-# A number without a unit is refused: hours could be taken for seconds.
-
 _TEXT = re.compile(r"\s*([+-]?[0-9.]+(?:e[+-]?[0-9]+)?)\s*([^\s0-9.].*?)?\s*", re.IGNORECASE)
 _BYTES = {
     "B": 1.0,
@@ -24,6 +20,8 @@ _BYTES = {
 }
 
 
+# Texts are such as ``"8 h"``, ``"25 GB/s"``, ``"80 GiB"``; inside they are SI floats. A number without a unit is
+# refused: hours could be taken for seconds.
 class _Quantity(float):
     """A number with a unit, not negative; ``UNITS`` are the factors to the first unit, in which it is kept."""
 
@@ -133,37 +131,37 @@ def to_picoseconds(seconds: float) -> int:
 
 
 def to_seconds(picoseconds: float) -> float:
-    """Picoseconds as float seconds."""
+    """Return picoseconds as float seconds."""
     return picoseconds / PICOSECONDS_PER_SECOND
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:
-    """``1 stage``, ``3 stages``; ``plural`` for nouns whose plural does not just add an s."""
+    """Return ``1 stage``, ``3 stages``; ``plural`` for nouns whose plural does not just add an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits with a suitable unit: ``1.24 ms``."""
+    """Return three significant digits with a suitable unit: ``1.24 ms``."""
     return _format(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))) if seconds else "0 s"
 
 
 def format_percent(share: float, digits: int = 1) -> str:
-    """``12.3 %`` for 0.123, with the space that the SI asks for."""
+    """Return ``12.3 %`` for 0.123, with the space that the SI asks for."""
     return f"{100 * share:.{digits}f} %"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Three significant digits with a binary unit: ``1.5 GiB``."""
+    """Return three significant digits with a binary unit: ``1.5 GiB``."""
     return _format(num_bytes, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
 
 
 def format_money(amount: float) -> str:
-    """Three significant digits, whole numbers from a thousand on; the caller adds the currency."""
+    """Return three significant digits, whole numbers from a thousand on; the caller adds the currency."""
     return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.3g}"
 
 
 def format_flops(flops: float) -> str:
-    """Three significant digits of floating-point operations: ``2.1 TFLOP``."""
+    """Return three significant digits of floating-point operations: ``2.1 TFLOP``."""
     return _format(flops, ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1, "FLOP")))
 
 

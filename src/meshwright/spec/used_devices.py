@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def used_of(plan: Plan, cluster: Cluster) -> Cluster:
-    """The cluster without the devices that a plan leaves out. Raises PlanError if the cluster is too small."""
+    """Return the cluster without the devices that a plan leaves out. Raises PlanError if the cluster is too small."""
     left = cluster.num_ranks - len(plan.idle)
     if plan.num_devices > left or (plan.idle and plan.idle[-1] >= cluster.num_ranks):
         without = f" and leaves out {list(plan.idle)}" if plan.idle else ""
@@ -26,7 +26,9 @@ def used_of(plan: Plan, cluster: Cluster) -> Cluster:
 
 
 def devices_per_node(plan: Plan, cluster: Cluster) -> dict[int, tuple[int, ...]]:
-    """Indices of the nodes that a plan uses, each with its devices as the node counts them, in the order of ranks.
+    """Return the devices of each node that a plan uses, by the node's index.
+
+    Devices are numbered as the node counts them, in the order of ranks.
 
     Raises PlanError if the cluster is too small.
     """

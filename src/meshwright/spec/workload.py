@@ -34,7 +34,7 @@ class Optimizer:
 
     @classmethod
     def named(cls, text: OptimizerName) -> Optimizer:
-        """The optimizer for a word of the command line."""
+        """Return the optimizer for a word of the command line."""
         return cls(kind="adamw" if text == "adamw" else "sgd", momentum=text == "sgd-momentum")
 
     @property
@@ -100,7 +100,7 @@ class Workload:
         return None if self.numbers.autocast else self.numbers.value_bytes
 
     def gradient_bytes(self, parameter: Tensor) -> int:
-        """Bytes of a parameter's gradient."""
+        """Return bytes of a parameter's gradient."""
         return parameter.num_elements(0) * self.numbers.gradient_bytes
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Decoders from their sizes: GPT and its relatives, Llama and its relatives, mixtures of experts of both.
+"""Decoders from their sizes (`decoder_graph`): relatives of GPT and of Llama, and mixtures of experts of both.
 
 rotary (a shape with root mean square norms)   RMS norms, rotary positions, grouped queries, as `zoo.llama`
 else                                           layer norms, learned positions, one product for Q, K, V, as `zoo.gpt`
 gated feed-forward                             SwiGLU; else GELU
-experts                                        routed with a fixed capacity, as `zoo.mixtral`
+experts                                        routed with a fixed capacity, as `zoo.mixtral` (`mix_experts`)
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ if TYPE_CHECKING:
     from meshwright.templates.shapes import ExpertLayers, LatentAttention, TransformerShape
 
 
-# Mixtures of experts with a fixed capacity, computed together as batched products, as `zoo.mixtral` has them.
-
 # router_aux_loss_coef of Mixtral's configuration.
 _BALANCE = 0.02
 
 
 def start_balance(graph: GraphBuilder, value: int) -> int:
-    """The balance loss before the first layer: (batch,) zeros."""
+    """Return the balance loss before the first layer: (batch,) zeros."""
     (out,) = graph.op("aten.new_zeros.default", (value,), (B,), attributes={"size": "[b]"}, detached=True)
     return out
 
 
+# Experts have a fixed capacity and are computed together, as batched products, as in `zoo.mixtral`.
 def mix_experts(graph: GraphBuilder, experts: ExpertLayers, value: int, capacity_factor: float) -> tuple[int, int]:
-    """What the chosen experts make of each token, and the balance loss of each sequence."""
+    """Return what the chosen experts make of each token, and the balance loss of each sequence."""
     tokens, count, chosen = graph.shape(value)[1].fixed, experts.num_experts, experts.top_k
     room = min(tokens, math.ceil(capacity_factor * chosen * tokens / count))
     with graph.within("router"):
@@ -64,7 +63,7 @@ def mix_experts(graph: GraphBuilder, experts: ExpertLayers, value: int, capacity
 
 
 def balanced_loss(graph: GraphBuilder, logits: int, targets: int, balance: int, layers: int) -> int:
-    """The cross-entropy of the tokens, and a little of the balance loss."""
+    """Return the cross-entropy of the tokens, and a little of the balance loss."""
     mean = scale(graph, "div", balance, layers)
     with graph.within("loss"):
         loss = token_cross_entropy(graph, logits, targets)
@@ -195,7 +194,7 @@ def decoder_graph(
     fused_attention: bool = True,
     name: str = "decoder",
 ) -> Graph:
-    """The graph of a decoder for training on sequences of ``seq`` tokens.
+    """Return the graph of a decoder for training on sequences of ``seq`` tokens.
 
     ``capacity_factor``: places of all experts over the choices of all tokens (`zoo.mixtral`). ``fused_attention``:
     attention is one op; if not, learned positions have products and a softmax, whose scores are kept.
@@ -340,7 +339,7 @@ class _Rotary:
 
 
 def gated_mlp(graph: GraphBuilder, name: str, normed: int, width: int) -> int:
-    """SwiGLU: one half gates the other."""
+    """Return the result of SwiGLU: one half gates the other."""
     with graph.within(name):
         gate = activation(graph, "silu", linear(graph, "gate", normed, width, bias=False))
         up = linear(graph, "up", normed, width, bias=False)
@@ -352,7 +351,7 @@ _BASE = "10000.0"
 
 
 def rotary_tables(graph: GraphBuilder, seq: int, head_dim: int) -> tuple[int, int]:
-    """Cosines and sines of (tokens, half a head), which every stage computes for itself."""
+    """Return cosines and sines of (tokens, half a head), which every stage computes for itself."""
     half = head_dim // 2
     single = ("float32",)
     (steps,) = graph.op(

@@ -61,15 +61,15 @@ class GraphBuilder:
     _module: str = ""
 
     def input(self, name: str, *shape: Size, dtype: str = "int64") -> int:
-        """An input of the model, or a target of its loss."""
+        """Add an input of the model, or a target of its loss."""
         return self._add(name, shape, dtype, "input")
 
     def parameter(self, name: str, *shape: Size) -> int:
-        """A trainable weight of the module that is being written."""
+        """Add a trainable weight of the module that is being written."""
         return self._add(self._path(name), shape, "float32", "parameter", requires_grad=True)
 
     def buffer(self, name: str, *shape: Size, dtype: str = "float32") -> int:
-        """A buffer of the module that is being written."""
+        """Add a buffer of the module that is being written."""
         return self._add(self._path(name), shape, dtype, "buffer")
 
     def tie(self, parameter: int, name: str) -> int:
@@ -91,15 +91,15 @@ class GraphBuilder:
             self._module = outer
 
     def shape(self, value: int) -> tuple[Extent, ...]:
-        """The shape of a value."""
+        """Return the shape of a value."""
         return self._values[value].shape
 
     def width(self, value: int) -> int:
-        """The size of the last dim of a value."""
+        """Return the size of the last dim of a value."""
         return self._values[value].shape[-1].fixed
 
     def requires_grad(self, value: int) -> bool:
-        """Whether a value has a gradient."""
+        """Return whether a value has a gradient."""
         return self._values[value].requires_grad
 
     def op(
@@ -116,9 +116,9 @@ class GraphBuilder:
         random: bool = False,
         detached: bool = False,
     ) -> tuple[int, ...]:
-        """An op with outputs of these shapes, of the type of its first input unless ``dtypes`` says otherwise.
+        """Add an op with outputs of these shapes, of the type of its first input unless ``dtypes`` says otherwise.
 
-        ``view``: outputs look at the memory of the first input. ``saved``: what its backward reads. ``detached``: it
+        ``view``: outputs share the memory of the first input. ``saved``: what its backward reads. ``detached``: it
         has no backward, whatever its inputs have.
         """
         values = self._values
@@ -159,7 +159,7 @@ class GraphBuilder:
         return tuple(outputs)
 
     def finish(self, name: str, loss: int) -> Graph:
-        """The graph whose output is this loss."""
+        """Return the graph whose output is this loss."""
         order = sorted(range(len(self._values)), key=self._group)
         place = {old: new for new, old in enumerate(order)}
         tensors = tuple(
@@ -247,7 +247,7 @@ def _renumbered(op: Op, place: Mapping[int, int]) -> Op:
 
 
 def times(*sizes: Size) -> Extent:
-    """The product of sizes, one of which at most depends on the batch."""
+    """Return the product of sizes, one of which at most depends on the batch."""
     found = Extent(1)
     for size in sizes:
         other = size if isinstance(size, Extent) else Extent(size)

@@ -1,6 +1,6 @@
 """Operators and small modules as torch runs and saves them, for the templates of all families.
 
-What each op saves for its backward, and which of its outputs look at memory of another tensor, is what capture records
+What each op saves for its backward, and which of its outputs share memory of another tensor, is what capture records
 of the models of the zoo (`tests/templates`). FLOPs are counted as capture counts them: 2 for each multiplication of a
 product; in the backward pass the same number for each factor with a gradient.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def embedding(graph: GraphBuilder, name: str, rows: int, width: int, indices: int) -> tuple[int, int]:
-    """Rows of a table; also says the table."""
+    """Add a look-up of rows of a table; return the rows and the table."""
     with graph.within(name):
         table = graph.parameter("weight", rows, width)
         shape: Shape = (*graph.shape(indices), width)
@@ -29,7 +29,7 @@ def embedding(graph: GraphBuilder, name: str, rows: int, width: int, indices: in
 def linear(
     graph: GraphBuilder, name: str, value: int, outputs: int, *, bias: bool = True, weight: int | None = None
 ) -> int:
-    """A product with a weight of its own, or with a given one."""
+    """Add a product with a weight of its own, or with a given one."""
     with graph.within(name):
         width = graph.width(value)
         if weight is None:
@@ -50,7 +50,7 @@ def linear(
 
 
 def batched_product(graph: GraphBuilder, value: int, weight: int) -> int:
-    """Products of (groups, rows, width) with (groups, width, columns)."""
+    """Add products of (groups, rows, width) with (groups, width, columns)."""
     groups, rows, width = graph.shape(value)
     columns = graph.shape(weight)[-1]
     flops = times(2, groups, rows, width, columns)
@@ -118,58 +118,58 @@ def dropout(graph: GraphBuilder, name: str, value: int, share: float) -> int:
 
 
 def activation(graph: GraphBuilder, kind: str, value: int, **attributes: object) -> int:
-    """A function of each element whose backward reads its input."""
+    """Add a function of each element whose backward reads its input."""
     (out,) = graph.op(f"aten.{kind}.default", (value,), graph.shape(value), attributes=attributes, saved=(value,))
     return out
 
 
 def relu(graph: GraphBuilder, value: int) -> int:
-    """The positive part, whose backward reads the result."""
+    """Add the positive part, whose backward reads the result."""
     (out,) = graph.op("aten.relu.default", (value,), graph.shape(value), saved=(OwnOutput(),))
     return out
 
 
 def add(graph: GraphBuilder, left: int, right: int) -> int:
-    """The sum of two values, the second one as large or smaller."""
+    """Add the sum of two values, the second one as large or smaller."""
     (out,) = graph.op("aten.add.Tensor", (left, right), graph.shape(left))
     return out
 
 
 def multiply(graph: GraphBuilder, left: int, right: int) -> int:
-    """The product of two values element by element; each one's gradient needs the other."""
+    """Add the product of two values element by element; each one's gradient needs the other."""
     saved = [other for value, other in ((left, right), (right, left)) if graph.requires_grad(value)]
     (out,) = graph.op("aten.mul.Tensor", (left, right), graph.shape(left), saved=saved)
     return out
 
 
 def scale(graph: GraphBuilder, kind: str, value: int, other: object) -> int:
-    """An op of each element and a number, whose backward reads neither."""
+    """Add an op of each element and a number, whose backward reads neither."""
     (out,) = graph.op(f"aten.{kind}.Tensor", (value,), graph.shape(value), attributes={"other": other})
     return out
 
 
 def look(graph: GraphBuilder, kind: str, value: int, shape: Shape, **attributes: object) -> int:
-    """A view of a value."""
+    """Add a view of a value."""
     (out,) = graph.op(f"aten.{kind}", (value,), shape, attributes=attributes, view=True)
     return out
 
 
 def transpose(graph: GraphBuilder, value: int, first: int, second: int) -> int:
-    """A view with two dims swapped."""
+    """Add a view with two dims swapped."""
     shape = list(graph.shape(value))
     shape[first], shape[second] = shape[second], shape[first]
     return look(graph, "transpose.int", value, shape, dim0=first, dim1=second)
 
 
 def chunk(graph: GraphBuilder, value: int, count: int) -> tuple[int, ...]:
-    """Views of equal parts of the last dim."""
+    """Add views of equal parts of the last dim."""
     *outer, width = graph.shape(value)
     part: Shape = (*outer, width.fixed // count)
     return graph.op("aten.chunk.default", (value,), *[part] * count, attributes={"chunks": count, "dim": -1}, view=True)
 
 
 def split(graph: GraphBuilder, value: int, *sizes: int) -> tuple[int, ...]:
-    """Views of parts of the last dim."""
+    """Add views of parts of the last dim."""
     parts: list[Shape] = [(*graph.shape(value)[:-1], size) for size in sizes]
     return graph.op(
         "aten.split_with_sizes.default",
@@ -287,7 +287,7 @@ def attention_by_products(graph: GraphBuilder, query: int, key: int, value: int,
 
 
 def cross_entropy(graph: GraphBuilder, logits: int, targets: int) -> int:
-    """The mean cross-entropy of (rows, classes)."""
+    """Add the mean cross-entropy of (rows, classes)."""
     (out,) = graph.op(
         "aten.cross_entropy_loss.default",
         (logits, targets),
@@ -298,7 +298,7 @@ def cross_entropy(graph: GraphBuilder, logits: int, targets: int) -> int:
 
 
 def token_cross_entropy(graph: GraphBuilder, logits: int, targets: int) -> int:
-    """The mean cross-entropy of (batch, tokens, classes)."""
+    """Add the mean cross-entropy of (batch, tokens, classes)."""
     _, tokens, classes = graph.shape(logits)
     rows = times(B, tokens)
     flat = look(graph, "flatten.using_ints", logits, (rows, classes), end_dim=1)

@@ -17,7 +17,7 @@ _EXPANSION = 4
 
 @lru_cache(maxsize=64)
 def residual_graph(shape: ResidualShape, *, name: str = "resnet") -> Graph:
-    """The graph of a residual network for training on images of ``shape.image`` pixels."""
+    """Return the graph of a residual network for training on images of ``shape.image`` pixels."""
     graph = GraphBuilder()
     images = graph.input("images_BCHW", B, 3, shape.image, shape.image, dtype="float32")
     targets = graph.input("target", B)

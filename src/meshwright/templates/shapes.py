@@ -102,7 +102,7 @@ class TransformerShape:
             )
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer (from 0) has the plain feed-forward."""
+        """Return whether a layer (from 0) has the plain feed-forward."""
         if self.experts is None or layer < self.experts.num_dense_layers:
             return True
         return (layer - self.experts.num_dense_layers) % self.experts.period > 0
@@ -179,7 +179,7 @@ class TrainingSetup:
 
 
 def part_starts(shape: TransformerShape, setup: TrainingSetup) -> tuple[int, ...]:
-    """The first layer of each of the pp · chunks parts of the model, in their order, and the number of layers.
+    """Return the first layer of each of the pp · chunks parts of the model, in their order, and the number of layers.
 
     Where they do not divide evenly, the last and the first part have one fewer, then those next to them, for they hold
     head and embedding (torchtitan, generate_llm_fqn_per_model_part; Qi et al., ICLR 2024, section 5.1). Raises

@@ -42,7 +42,7 @@ _MICROBATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The corrected table, and the errors of the predictions before and after, for steps that did not fit it.
+    """The corrected table, and the errors of predictions before and after, on steps that were not used in the fit.
 
     ``scatter`` is the relative standard error of their median: (p90 - p10) / median / sqrt(number).
     """

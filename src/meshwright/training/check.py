@@ -22,7 +22,7 @@ _FIRST_STEPS, _FIRST, _MOST = 5, 1e-5, 1e-3
 
 
 def tolerance(step: int) -> float:
-    """The largest allowed relative difference of the loss of a step, counted from 0."""
+    """Return the largest allowed relative difference of the loss of a step, counted from 0."""
     return float(min(_FIRST * 2.0 ** max(step + 1 - _FIRST_STEPS, 0), _MOST))
 
 
@@ -43,7 +43,7 @@ def refuse_unchecked(job: Job) -> None:
 
 
 def check_losses(job: Job, result: RunResult, events: EventSink | None = None) -> float:
-    """The largest relative difference between losses of a run and those of one process.
+    """Return the largest relative difference between losses of a run and those of one process.
 
     Raises RunError if one is larger than its `tolerance`, with its step.
     """

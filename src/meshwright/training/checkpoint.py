@@ -129,7 +129,7 @@ def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Map
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The checkpoint of a folder with the most steps."""
+    """Return the checkpoint of a folder with the most steps."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _META).is_file()]
     return max(found, key=_steps_of, default=None)
 

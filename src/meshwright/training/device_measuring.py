@@ -1,4 +1,7 @@
-"""Measure a CUDA device for a model: every distinct op by itself, and the host's time to issue them."""
+"""Measure a CUDA device: for a model, every distinct op by itself and the host's time; or a table for any model.
+
+`measure_device_here` does the first, `device_table_here` the second.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +61,6 @@ from meshwright.training.precision import OF_ONE_TYPE
 from meshwright.training.step_measuring import Sizes, host_overhead
 from meshwright.zoo import load_model
 
-# The distinct ops of a model as single calls on a device, in the types in which a precision computes them.
-#
-# The model is captured without memory. Keys are those of the measurement table (`cost.work.key_in`).
-
 # Ops whose second input has indices into the first dim of the first one, and losses whose second input has classes.
 _LOOKUPS = ("embedding", "embedding_bag")
 _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward")
@@ -80,7 +79,7 @@ _PLACES = (
 
 
 def capture_unallocated(reference: str, sizes: Sizes, batch_size: int) -> Captured:
-    """The model's training graph without memory for weights; for all batch sizes if possible."""
+    """Return the model's training graph without memory for weights; for all batch sizes if possible."""
     options: dict[str, Any] = dict(sizes)
     for size in (None, batch_size):
         source = load_model(reference, batch_size=size, fake=True, **options)
@@ -93,6 +92,8 @@ def capture_unallocated(reference: str, sizes: Sizes, batch_size: int) -> Captur
     return captured
 
 
+# Ops are single calls on the device, in the types in which a precision computes them. The model is captured without
+# memory. Keys are those of the measurement table (`cost.work.key_in`).
 class ModelOps:
     """The distinct ops of a captured model in a precision, at a batch size, on a device."""
 
@@ -108,7 +109,7 @@ class ModelOps:
         self.keys = frozenset(self._key_of.values())
 
     def ops(self) -> Iterator[DeviceOp]:
-        """Each distinct op once, in its most frequent layout."""
+        """Return each distinct op once, in its most frequent layout."""
         layouts: dict[str, Counter[Any]] = {}
         for i, key in self._key_of.items():
             layout = tuple(self._strides.get(tensor) for tensor in self._graph.ops[i].inputs)
@@ -142,13 +143,13 @@ class ModelOps:
         return [op for op in {op.key: op for op in made}.values() if op.key not in kept]
 
     def surrounding(self) -> AbstractContextManager[Any]:
-        """The context in which a forward runs."""
+        """Return the context in which a forward runs."""
         if not self._numbers.autocast:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=getattr(torch, self._numbers.autocast))
 
     def segments(self) -> list[tuple[str, Callable[[], Segment]]]:
-        """Layers that together contain every distinct op, by name, as functions that create them one by one."""
+        """Return layers that together contain every distinct op, by name, as functions that create them one by one."""
         layers = covering_layers(self._graph, [self._key_of[i] for i in range(len(self._graph.ops))])
         return [
             (self._graph.layers[stage.index].name, lambda stage=stage: self._segment(stage))  # type: ignore[misc]
@@ -216,7 +217,7 @@ class ModelOps:
 
 
 def index_bounds(graph: Graph, batch_size: int) -> dict[int, int]:
-    """Exclusive upper bounds of integer inputs, by tensor, so that no op reads outside of its table."""
+    """Return exclusive upper bounds of integer inputs, by tensor, so that no op reads outside of its table."""
     found: dict[int, int] = {}
 
     def limit(tensor: int, bound: int) -> None:
@@ -312,7 +313,7 @@ def measure_on(
     save: Callable[[Measurements], object] = lambda _: None,
     events: EventSink | None = None,
 ) -> DeviceRun:
-    """Like `measure_device_here`, with a clock of any device; ``empty`` names it and holds earlier measurements."""
+    """Measure as `measure_device_here`, with a clock of any device; ``empty`` names it, with earlier measurements."""
     writer = _Writer(empty, known, save)
     writer.put(host_call_s=measure_call(clock))
     left_out: dict[str, str] = {}
@@ -337,7 +338,7 @@ def measure_on(
 
 
 def default_precision(device: torch.device) -> Precision:
-    """The precision of plans for a kind of device: mixed if bfloat16 is faster than float32."""
+    """Return the precision of plans for a kind of device: mixed if bfloat16 is faster than float32."""
     return "mixed" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
 
 
@@ -410,7 +411,7 @@ def _issue(
 
 
 def empty_table(device: str) -> tuple[torch.device, Measurements]:
-    """The device, and an empty table for it."""
+    """Return the device, and an empty table for it."""
     if device not in {f"cuda:{index}" for index in range(torch.cuda.device_count())}:
         raise MeasurementError(
             f"Device {device!r} was given to time ops on; torch sees {torch.cuda.device_count()} CUDA devices here. "
@@ -450,13 +451,10 @@ def _links(events: EventSink | None) -> tuple[Any, ...]:
 
 
 def choose_device(device: str | None) -> str:
-    """The device to time ops on: ``cpu``, or the first GPU if torch sees one and no ``device`` was named."""
+    """Return the device to time ops on: ``cpu``, or the first GPU if torch sees one and no ``device`` was named."""
     if device is None:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     return "cuda:0" if device == "cuda" else device
-
-
-# A table of a CUDA device of this host, whatever the model: operators, optimizers, and the host.
 
 
 def device_table_here(
@@ -491,7 +489,7 @@ def device_table_on(
     every_s: float = 2.0,
     events: EventSink | None = None,
 ) -> tuple[Records, dict[str, str]]:
-    """Like `device_table_here`, with a clock of any device; ``empty`` names the device."""
+    """Measure as `device_table_here`, with a clock of any device; ``empty`` names the device."""
     columns = ("op", "phase", "shapes", "dtype", "kernel", "seconds", "spread", "num_samples")
     taken: list[Row] = []
     saved = [time.monotonic()]

@@ -95,7 +95,7 @@ class DryRun:
     ring_messages: int
 
     def rows(self) -> list[dict[str, Any]]:
-        """The number of communications by kind and number of processes, and the bytes of full tensors in total."""
+        """Return the number of communications by kind and number of processes, and total bytes of full tensors."""
         found: dict[tuple[str, str, int], list[int]] = {}
         for where, calls in (("program", self.issued), ("passes", self.inside)):
             for call in calls:
@@ -197,7 +197,7 @@ def _fake_processes(process: int, count: int) -> Iterator[None]:
 
 
 def fake_model(plan: Plan, seed: int = 0) -> FakeModel:
-    """The model of a plan, for dry runs of any plan of the same model, kind of workload and precision."""
+    """Return the model of a plan, for dry runs of any plan of the same model, kind of workload and precision."""
     source, captured = capture_fake(plan, seed)
     mode = next(
         item.fake_mode for item in (*source.model.parameters(), *source.model.buffers()) if isinstance(item, FakeTensor)

@@ -1,4 +1,4 @@
-"""Data sets under a plan: every rank makes only the microbatches that its own stages read.
+"""Data sets under a plan (`Feed`): every rank makes the microbatches of its own stages; times of a model's batches.
 
 Sample order is that of the data set, or of a permutation drawn from (seed, epoch): sample k of an epoch is in global
 batch k // G, there in microbatch (k mod G) // S, whatever the number of ranks. Of map-style data sets a rank reads only
@@ -8,6 +8,8 @@ the samples of its own microbatches; iterable ones are read by every rank from e
     depth       the number of microbatches that may be ahead of the forwards (`program.build` has the same queue); at
                 this number, producers wait
     failure     an error of a data set is raised where its microbatch is awaited, and nothing more is read
+
+`measure_batches_here` is independent of these: it times batches of a named model on a device of this machine.
 """
 
 from __future__ import annotations
@@ -46,8 +48,6 @@ from meshwright.spec import (
 from meshwright.training.job import tile
 from meshwright.training.step_measuring import Sizes
 from meshwright.zoo import ModelSource, load_model
-
-# Times of batches of a named model on a device of this machine: joins zoo, host and measurement.
 
 
 def measure_batches_here(
@@ -191,22 +191,22 @@ class Feed:
 
     @property
     def is_iterable(self) -> bool:
-        """Whether the data set is read from end to end."""
+        """Return whether the data set is read from end to end."""
         is_map = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
         return isinstance(self.dataset, IterableDataset) or (hasattr(self.dataset, "__iter__") and not is_map)
 
     def describe(self) -> str:
-        """A text on which all ranks must agree."""
+        """Return a text on which all ranks must agree."""
         size = "iterable" if self.is_iterable else len(self.dataset)
         return f"{type(self.dataset).__name__} {size} {self.shuffle} {self.seed} {self.epochs} {self.drop_last}"
 
     def describe_order(self) -> str:
-        """A text that determines the samples of each global batch, whatever the number of epochs."""
+        """Return a text that determines the samples of each global batch, whatever the number of epochs."""
         size = "iterable" if self.is_iterable else f"of {len(self.dataset)} samples"
         return f"{size}, {f'shuffled by seed {self.seed}' if self.shuffle else 'in its order'}"
 
     def order(self, epoch: int) -> Sequence[int]:
-        """Indices of the samples of an epoch, in the order of reading."""
+        """Return the indices of the samples of an epoch, in the order of reading."""
         count = len(self.dataset)
         if not self.shuffle:
             return range(count)
@@ -217,7 +217,7 @@ class Feed:
     def batches(
         self, global_batch: int, microbatch: int, own: Callable[[int], bool], first: int = 0
     ) -> Iterator[Batch]:
-        """Global batches from number ``first`` on, with functions that fetch the samples of the ``own`` microbatches.
+        """Yield global batches from number ``first`` on, with functions that fetch samples of the ``own`` microbatches.
 
         Raises RunError for a remainder that is not a whole number of microbatches, unless it is left out.
         """
@@ -310,11 +310,11 @@ class MicrobatchQueue:
 
     @property
     def num_ahead(self) -> int:
-        """Microbatches that were started and not taken."""
+        """Return the number of microbatches that were started and not taken."""
         return self._num_begun - self._num_taken
 
     def next_batch(self) -> int | None:
-        """The number of microbatches of the next global batch; None after the last one.
+        """Return the number of microbatches of the next global batch; None after the last one.
 
         Raises RunError with the error of the data set.
         """
@@ -438,7 +438,7 @@ def _failed(what: str, error: BaseException | None) -> RunError:
 
 
 def unpack(batch: Any) -> tuple[Any, Any]:
-    """Inputs and targets from the result of `collate`: a pair, or inputs alone."""
+    """Return inputs and targets from the result of `collate`: a pair, or inputs alone."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
         return inputs, targets
@@ -446,7 +446,7 @@ def unpack(batch: Any) -> tuple[Any, Any]:
 
 
 def load_to(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tensors on a device; on a GPU they are copied on a separate stream, and complete when this returns."""
+    """Return tensors on a device; on a GPU they are copied on a separate stream, and complete when this returns."""
     if device.type != "cuda":
         return to_device(tensors, device)
     stream = torch.cuda.Stream(device)
@@ -458,14 +458,14 @@ def load_to(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torc
 
 
 def with_loader(plan: Plan | Placement, feed: Feed) -> Plan | Placement:
-    """The plan with instructions to load microbatches, if the schedule supports them; a loader in the plan wins."""
+    """Return the plan with instructions to load microbatches, if its schedule supports them; its own loader wins."""
     if isinstance(plan, Placement) or plan.is_asynchronous or plan.workload.loader is not None:
         return plan
     return replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=0.0, depth=feed.depth)))
 
 
 def first_samples(batch: tuple[Any, Any], count: int) -> tuple[Any, Any]:
-    """The first samples of an example batch; fewer if it has fewer, which the capture will report."""
+    """Return the first samples of an example batch; fewer if it has fewer, which the capture will report."""
     leaves, spec = pytree.tree_flatten(batch)
     cut = [item[:count] if isinstance(item, torch.Tensor) and item.ndim else item for item in leaves]
     inputs, targets = pytree.tree_unflatten(cut, spec)

@@ -41,7 +41,7 @@ TIMELINE_FILE, RESULT_FILE = "timeline.json", "result.json"
 
 
 def error_file(folder: Path, rank: int) -> Path:
-    """The file for a rank's own error."""
+    """Return the file for a rank's own error."""
     return folder / f"error-{rank}.json"
 
 
@@ -79,12 +79,12 @@ class Job:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def read_plan(self) -> Plan | Placement:
-        """The plan or placement to run. Raises as `spec.plan_files.read_plan`."""
+        """Return the plan or placement to run. Raises as `spec.plan_files.read_plan`."""
         return read_plan(self.plan, compiled=self.compiled)
 
 
 def job_repair(job: Job) -> Repair | None:
-    """The job's repair of stale gradients. Raises PlanError for an unknown one."""
+    """Return the job's repair of stale gradients. Raises PlanError for an unknown one."""
     if job.repair is None:
         if job.repair_fade:
             raise PlanError(
@@ -108,7 +108,7 @@ class CompiledLayers:
     refused: str = ""
 
     def explain(self) -> list[str]:
-        """Sentences for people."""
+        """Return sentences for people."""
         if self.refused:
             return [self.refused]
         parts = format_count(self.num_units - sum(self.eager.values()), "part")
@@ -149,12 +149,12 @@ def write_results(folder: Path, timeline: str, result: RunResult) -> RunResult:
 
 
 def load_source(plan: Plan | Placement, seed: int = 0) -> ModelSource:
-    """The plan's model with an example batch, for inference without targets; the same weights on every rank."""
+    """Return the plan's model with an example batch, for inference without targets; the same weights on every rank."""
     return _load(plan, seed=seed)
 
 
 def capture_fake(plan: Plan, seed: int = 0) -> tuple[ModelSource, Captured]:
-    """The plan's model and its graph, all of it fake tensors: shapes without memory."""
+    """Return the plan's model and its graph, all of it fake tensors: shapes without memory."""
     batch_size: int | None = None
     while True:
         source = _load(plan, seed=seed, batch_size=batch_size, fake=True)
@@ -196,7 +196,7 @@ def _load(plan: Plan | Placement, **options: Any) -> ModelSource:
 def make_optimizer(
     parameters: list[torch.nn.Parameter], optimizer: Optimizer, lr: float | None
 ) -> torch.optim.Optimizer:
-    """The workload's optimizer over some parameters."""
+    """Return the workload's optimizer over some parameters."""
     rate = LEARNING_RATES[optimizer.kind] if lr is None else lr
     if optimizer.kind == "adamw":
         # torch's default on GPUs copies all parameters meanwhile; the fused kernel needs no memory (`cost.memory`).
@@ -205,7 +205,10 @@ def make_optimizer(
 
 
 def make_batches(source: ModelSource, global_batch: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Endless global batches (inputs, targets): text for byte-level models, else the example's samples repeated."""
+    """Yield endless global batches (inputs, targets).
+
+    They are text for byte-level models, else the example's samples repeated.
+    """
     if source.reads_bytes:
         length = pytree.tree_leaves(source.inputs)[0].shape[1]
         for inputs, targets in text_batches(global_batch, length, seed):

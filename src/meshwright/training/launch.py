@@ -1,8 +1,8 @@
-"""Start a plan on this host: one process per rank under torchrun's agent, watched until all are done or one fails.
+"""Start a plan on this host (`run_plan`), one process per rank under torchrun's agent; or run as one rank (`run_rank`).
 
-When a rank fails, the agent ends the others at once; the launcher then names the rank that failed first and shows its
-own error. A rank that was killed leaves no error of its own, so a death by signal outranks the connection errors that
-it causes on the others.
+The agent watches until all are done or one fails. When a rank fails, the agent ends the others at once; the launcher
+then names the rank that failed first and shows its own error. A rank that was killed leaves no error of its own, so a
+death by signal outranks the connection errors that it causes on the others.
 """
 
 from __future__ import annotations
@@ -143,12 +143,12 @@ def _check_room(plan: Plan | Placement, job: Job) -> None:
 
 
 def num_processes(plan: Plan | Placement) -> int:
-    """The number of processes: one for each device; a plan that splits ops has several for each of its ranks."""
+    """Return the number of processes: one for each device; a plan that splits ops has several for each of its ranks."""
     return plan.num_devices if isinstance(plan, Plan) else plan.num_ranks
 
 
 def read_runnable_plan(job: Job) -> Plan | Placement:
-    """The job's plan. Raises PlanError for one whose model has no code, and the errors of `compute_orders`."""
+    """Return the job's plan. Raises PlanError for one whose model has no code, and the errors of `compute_orders`."""
     plan = job.read_plan()
     check_model_is_here(plan.model)
     if isinstance(read_model_file(plan.model), Graph):
@@ -343,16 +343,13 @@ def _follow(path: Path, num_steps: int, events: EventSink, done: threading.Event
         time.sleep(0.1)
 
 
-# One rank of a run that torchrun started: ``torchrun ... --module meshwright run PLAN.json``, on one node or several.
-#
-# Here the agent is torchrun's own, so each rank reports its own error directly, and only rank 0 writes the results.
-
-
 def started_by_torchrun() -> bool:
-    """Whether torchrun started this process as a rank (torch.distributed.run sets both variables for every rank)."""
+    """Return whether torchrun started this process as a rank (torch.distributed.run sets both variables)."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
+# ``torchrun ... --module meshwright run PLAN.json``, on one node or several. Here the agent is torchrun's own, so each
+# rank reports its own error directly, and only rank 0 writes the results.
 def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> RunResult | None:
     """Run a job on this rank, together with the others; return the result on rank 0, None on others.
 

@@ -1,9 +1,9 @@
-"""Peak memory of a rank in training: what the platform counts from the moment when everything is prepared.
+"""Peak memory of a rank in training, as measured (`MemoryMeter`) and, for a rank that ran out of it, as predicted.
 
-On a CUDA device the allocator counts. On a CPU under Linux it is the growth of the process's resident set (its
-high-water mark is reset first) plus the size of the stage's parameters: the interpreter, its libraries and the memory
-of the capture are left out, and memory that the C library kept from them for reuse is not seen, so the figure can be
-somewhat low.
+Counted is what the platform reports from the moment when everything is prepared. On a CUDA device the allocator counts.
+On a CPU under Linux it is the growth of the process's resident set (its high-water mark is reset first) plus the size
+of the stage's parameters: the interpreter, its libraries and the memory of the capture are left out, and memory that
+the C library kept from them for reuse is not seen, so the figure can be somewhat low.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from meshwright.spec import MeshwrightError, Plan, format_bytes, format_count, l
 from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import capture_fake
 
-# A rank that ran out of memory: its predicted memory, and what to change.
-
 _HELP = (
     "What helps: smaller microbatches (plan -m), --recompute op or full, --zero 1 to 3, more stages, or fewer ranks on "
     "a host; `meshwright show PLAN` shows what the memory is used for."
@@ -31,7 +29,7 @@ _HELP = (
 
 
 def predict_memory(plan_file: str, process: int) -> str:
-    """The predicted memory of a process, and remedies; or the reason why it cannot be predicted here."""
+    """Return the predicted memory of a process, and remedies; or the reason why it cannot be predicted here."""
     try:
         known = _predict(plan_file, process)
     except (MeshwrightError, OSError) as error:
@@ -85,7 +83,7 @@ class MemoryMeter:
         self._beside_bytes = beside()
 
     def peak(self) -> ProcessPeak:
-        """The peak of training so far; 0 if the platform does not report it."""
+        """Return the peak of training so far; 0 if the platform does not report it."""
         if self._device.type == "cuda":
             in_use, reserved = (
                 read(self._device) for read in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)

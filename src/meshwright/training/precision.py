@@ -35,13 +35,13 @@ OF_ONE_TYPE = ("product", "convolution", "attention", "recurrent", "norm")
 
 
 def cast_type(plan: Plan | Placement) -> torch.dtype | None:
-    """The type to which the plan casts the model; None if the model keeps its own types."""
+    """Return the type to which the plan casts the model; None if the model keeps its own types."""
     values = plan.workload.numbers.values
     return getattr(torch, values) if values in ("bfloat16", "float16") else None
 
 
 def recaptures(plan: Plan | Placement, model: torch.nn.Module, graph: Graph) -> bool:
-    """Whether a model with graph ``graph`` computes by another graph in the precision of its plan."""
+    """Return whether a model with graph ``graph`` computes by another graph in the precision of its plan."""
     if (dtype := cast_type(plan)) is not None:
         return any(item.dtype is not dtype for item in _castable(model) if item.is_floating_point())
     # Without such an argument no op has its own type.
@@ -110,12 +110,12 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype, items: list[torch.Tensor])
 
 
 def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating tensors cast."""
+    """Return the batch with its floating tensors cast."""
     return pytree.tree_map_only(torch.Tensor, lambda item: item.to(dtype) if item.is_floating_point() else item, batch)
 
 
 def bind_plan(plan: AnyPlan, given: Graph, made: Graph) -> AnyPlan:
-    """The plan for the ``given`` graph, changed to one for the graph that the model has in the plan's precision.
+    """Return the plan for the ``given`` graph, changed to one for the graph that the model has in the plan's precision.
 
     Raises PlanError if that graph has other layers, or other ops where the plan names ops.
     """

@@ -36,11 +36,11 @@ _CLOSE = 1e-3
 def split_source(
     source: ModelSource, degrees: Sequence[Sequence[int]], mode: Literal["training", "inference"]
 ) -> ModelSource:
-    """The same model in parts, for batches of the size of the source's; it takes inputs and targets as tensors.
+    """Return the same model in parts, for batches of the size of the source's; it takes inputs and targets as tensors.
 
     ``degrees``: of each layer (`planner.methods.flexflow`), one for each of its dims. Raises CaptureError for a model
-    that cannot be captured, or whose parts compute something else; PlanError for degrees that do not fit, or an op
-    that cannot be called in parts.
+    that cannot be captured, or whose parts compute something else; PlanError for degrees that do not fit, or an op that
+    cannot be called in parts.
     """
     training = mode == "training"
     targets, loss = (source.targets, source.loss) if training else ((), None)
@@ -80,7 +80,7 @@ class SplitModel(nn.Module):
         self._aliases = {alias: name for name, items in captured.trace.aliases.items() for alias in items}
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """The loss of a graph that has one; else its outputs, one alone as it is."""
+        """Return the loss of a graph that has one; else its outputs, one alone as it is."""
         made = self.parts(*tensors)
         return made[0] if self.takes_targets or len(made) == 1 else made
 
@@ -162,7 +162,7 @@ class TotalOfClasses(nn.Module):
 
 
 class _Builder:
-    """Writes the module of all parts. ``shares``: by its key, what of which parameter or buffer a part holds."""
+    """Writes the module of all parts. ``shares``: by its key, which piece of which parameter or buffer a part holds."""
 
     def __init__(self, split: SplitGraph, captured: Captured) -> None:
         self._split, self._captured, self._whole = split, captured, split.graph
@@ -246,7 +246,7 @@ class _Builder:
         return self._call(f"{name}_join{len(self._modules)}", Join(places), tuple(pieces))
 
     def _returned(self, tensor: int) -> fx.Node:
-        """An output of the whole graph, put together beside the first part that makes some of it."""
+        """An output of the whole graph, joined beside the first part that makes some of it."""
         whole = Read(tensor, (), tensor)
         made = self._made.get(tensor, [])
         name = part_name(made[0][0].layer, 0) if made else ""

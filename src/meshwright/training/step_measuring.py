@@ -46,7 +46,7 @@ def measure_here(
 
 
 def host_overhead() -> float:
-    """Seconds of the host per instruction of the runtime, on one thread."""
+    """Return seconds of the host per instruction of the runtime, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,7 +56,7 @@ def host_overhead() -> float:
 
 
 def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:
-    """The input of `measurement`: the captured model, its parts, and batches made of its example's samples."""
+    """Return the input of `measurement`: the captured model, its parts, and batches made of its example's samples."""
     source, captured = captured_model(reference, sizes, None)
     if captured.graph.batch_size not in (None, batch_size):
         source, captured = captured_model(reference, sizes, batch_size)
@@ -75,7 +75,10 @@ def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:
 
 @lru_cache(maxsize=4)
 def captured_model(reference: str, sizes: Sizes, batch_size: int | None) -> tuple[ModelSource, Captured]:
-    """The model of a reference and its training graph; for one batch size, or with None for all sizes if possible."""
+    """Return the model of a reference and its training graph, for one batch size.
+
+    With None it is for all sizes if possible.
+    """
     options: dict[str, Any] = dict(sizes)
     source = load_model(reference, batch_size=batch_size, **options)
     captured = capture_model(

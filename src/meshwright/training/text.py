@@ -16,7 +16,7 @@ from meshwright.spec import MeshwrightError
 
 
 def read_text(max_bytes: int = 4 * 2**20) -> torch.Tensor:
-    """Bytes of the standard library's modules in alphabetical order, uint8 of shape (n,), n <= max_bytes."""
+    """Return bytes of the standard library's modules in alphabetical order, uint8 of shape (n,), n <= max_bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     chunks: list[bytes] = []
     total = 0
@@ -33,7 +33,7 @@ def read_text(max_bytes: int = 4 * 2**20) -> torch.Tensor:
 
 
 def text_batches(batch_size: int, length: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches (inputs, targets), int64 of shape (batch_size, length), the same for the same seed."""
+    """Yield endless batches (inputs, targets), int64 of shape (batch_size, length), the same for the same seed."""
     text = read_text()
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(length + 1)

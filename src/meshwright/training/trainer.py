@@ -6,13 +6,13 @@
     trainer.save("model.pt")
 
 The script is started once per rank (``torchrun --nproc-per-node N script.py``). Every rank builds the same model and
-reads the same global batches; each computes its own stage and microbatches. The model, the loss, the optimizer and
-the DataLoader stay the user's own.
+reads the same global batches; each computes its own stage and microbatches. The model, the loss, the optimizer and the
+DataLoader stay the user's own.
 
-`check_same` compares what all ranks have read. `Losses` collects losses from the ranks that compute them: a batch's
-loss is the mean over its microbatches, which run on several ranks and, under asynchronous schedules, in several calls.
-Ranks are then up to a step apart, and waiting for each other would empty the pipeline: a sum that was started in one
-call is read in the next.
+`check_same` compares what all ranks have read. `gather_state` gathers the whole model's state from the ranks that hold
+its parts. `Losses` collects losses from the ranks that compute them: a batch's loss is the mean over its microbatches,
+which run on several ranks and, under asynchronous schedules, in several calls. Ranks are then up to a step apart, and
+waiting for each other would empty the pipeline: a sum that was started in one call is read in the next.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ from meshwright.training.feed import Feed, MicrobatchQueue, first_samples, load_
 from meshwright.training.peak_memory import MemoryMeter
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
 
-# Gather the whole model's state from the ranks that hold its parts.
-
 
 def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
-    """State dict of ``model`` (its own keys) on rank 0, in host memory; None elsewhere. All ranks call it together.
+    """Return the state dict of ``model`` (its own keys) on rank 0, in host memory; None elsewhere.
+
+    All ranks call it together.
 
     A tensor comes from the first replica of the first stage that holds it; tensors that the graph does not use come
     from rank 0's model.
@@ -387,11 +387,11 @@ class Trainer:
         return self.losses_since(0)
 
     def losses_since(self, count: int) -> tuple[float, ...]:
-        """The losses without the first ``count``."""
+        """Return the losses without the first ``count``."""
         return tuple(self._losses.known[count:]) if self._losses is not None else ()
 
     def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
-        """Bytes that this rank holds before a step on such a batch: its stage's state, buckets, its microbatches."""
+        """Return bytes that this rank holds before a step on such a batch: state, buckets, its microbatches."""
         session = self._session
         given = session.microbatch_inputs(self._flatten(inputs, targets))
         # Stages may read the same inputs: shared memory counts once.
@@ -416,7 +416,10 @@ class Trainer:
         self._session.recorder.stop(self._session.steps.next_repetition)
 
     def timeline(self) -> Timeline | None:
-        """The recorded steps of all ranks on one clock, on rank 0; None elsewhere. All ranks call it together."""
+        """Return the recorded steps of all ranks on one clock, on rank 0; None elsewhere.
+
+        All ranks call it together.
+        """
         session = self._session
         return gather_timeline(
             session.program,
@@ -428,7 +431,7 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The whole model's state under the user's names, in rank 0's host memory; None elsewhere.
+        """Return the whole model's state under the user's names, in rank 0's host memory; None elsewhere.
 
         All ranks call it together. Work in progress is finished first (`finish`). Every tensor comes from the first
         replica of the first stage that holds it; parameters that the graph does not use keep rank 0's values.

@@ -1,7 +1,7 @@
-"""One rank of a run: ``python -m meshwright.training JOB.json FOLDER``, started per rank by torchrun's agent.
+"""One rank of a run (`main`, `train_job`), metrics for other tools (`watching`), and a run's prediction (`judge_run`).
 
-Rank 0 writes progress as JSON lines; a rank that fails writes its own error, so that the launcher can report which one
-failed, and why.
+``python -m meshwright.training JOB.json FOLDER`` is started per rank by torchrun's agent. Rank 0 writes progress as
+JSON lines; a rank that fails writes its own error, so that the launcher can report which one failed, and why.
 """
 
 from __future__ import annotations
@@ -59,11 +59,6 @@ from meshwright.training.job import (
     write_results,
 )
 from meshwright.training.trainer import Trainer, prepare
-
-# Metrics of a run for other tools: TensorBoard scalars in a folder, a page for Prometheus on the loopback interface.
-#
-# Both need extras, imported on use. The loss of a step may be known some steps later (asynchronous schedules); it is
-# written at its own step.
 
 
 class Watched(EventSink, Protocol):
@@ -159,9 +154,12 @@ class _Several:
             sink.metric(name, value, step)
 
 
+# TensorBoard scalars go into a folder, a page for Prometheus is served on the loopback interface. Both need extras,
+# imported on use. The loss of a step may be known some steps later (asynchronous schedules); it is written at its own
+# step.
 @contextmanager
 def watching(events: EventSink | None, tensorboard: Path | None, prometheus: int | None) -> Iterator[EventSink]:
-    """A sink that passes values on to ``events`` and to the chosen tools, closed at the end."""
+    """Yield a sink that passes values on to ``events`` and to the chosen tools, closed at the end."""
     with ExitStack() as stack:
         sinks: list[EventSink] = [events] if events is not None else []
         for make, argument in ((TensorBoardSink, tensorboard), (PrometheusSink, prometheus)):
@@ -176,14 +174,11 @@ def _missing(what: str, extra: str) -> RunError:
     return RunError(f"{what} needs a library that is not installed. Run pip install 'meshwright[{extra}]'.")
 
 
-# Compare a run with its prediction: the step time, the causes of a difference, and slow ranks.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Seconds of a step, predicted with their 80 % interval and measured; differences and slow ranks, in words.
+    """A run beside its prediction: seconds of a step, predicted with an 80 % interval, and measured.
 
-    ``is_measured``: the prediction uses measured times, not only datasheets.
+    Differences and slow ranks are in words. ``is_measured``: the prediction uses measured times, not only datasheets.
     """
 
     predicted_s: float
@@ -197,11 +192,11 @@ class Outcome:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the measured step is in the interval."""
+        """Return whether the measured step is in the interval."""
         return self.low_s <= self.measured_s <= self.high_s
 
     def row(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return the fields for JSON."""
         return {
             "predicted_step_s": self.predicted_s,
             "predicted_interval_s": [self.low_s, self.high_s],
@@ -216,7 +211,7 @@ class Outcome:
         }
 
     def explain(self) -> list[str]:
-        """Sentences for people."""
+        """Return sentences for people."""
         ends = f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}"
         basis = "" if self.is_measured else ", by datasheets; --measurements TABLE goes by what `measure` found here"
         known = f"predicted: {format_seconds(self.predicted_s)} per step, 80 % interval {ends}{basis}"
@@ -408,7 +403,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
 
 
 def gather_compiled(trainer: Trainer) -> CompiledLayers | None:
-    """The compiled layers of all ranks; None for a plan without compiled layers. All ranks call it together."""
+    """Return the compiled layers of all ranks; None for a plan without compiled layers. All ranks call it together."""
     if not isinstance(trainer.plan, Plan) or not trainer.plan.compiled:
         return None
     own = trainer.compilation

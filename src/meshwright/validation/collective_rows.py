@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def table_of(rows: Records, index: int) -> tuple[str, str, str]:
-    """The table of a row: a device, a version of NCCL, a file."""
+    """Return the table of a row: a device, a version of NCCL, a file."""
     source = rows.source[index]
     return rows.device[index], rows.software[index], "" if "vTrain" in source else source
 
 
 def topology_of(device: str) -> Topology | None:
-    """The links inside the measured nodes of a kind of device, if they differ from pair to pair."""
+    """Return the links inside the measured nodes of a kind of device, if they differ from pair to pair."""
     return load_topology("dgx1-v100") if device == "V100" else None
 
 
@@ -39,7 +39,7 @@ def digest_rows(*tables: Records) -> str:
 
 
 def fit_alike(ratios: Iterable[Floats]) -> Interval:
-    """The interval of measured / predicted over the percentiles of each kind of device; 1 lies in it.
+    """Return the interval of measured / predicted over the percentiles of each kind of device; 1 lies in it.
 
     ``ratios``: those of each kind, shape (rows of it,). So every kind counts the same, however many rows it has.
     """
@@ -49,7 +49,7 @@ def fit_alike(ratios: Iterable[Floats]) -> Interval:
 
 
 def predict_rows(model: CollectiveModel, rows: Records, *, placed_only: bool = False) -> Predictions:
-    """Predictions of rows of one op, in their order.
+    """Return predictions of rows of one op, in their order.
 
     With ``placed_only`` the model gets neither dtype nor concurrent groups. Raises MeasurementError if nothing
     comparable was measured.

@@ -1,5 +1,8 @@
 """Errors of predictions of collectives on public measurements: between sizes, on a larger cluster, in other groups.
 
+`score_collectives` gives all scores; `score_datasheet` those of datasheet costs, `score_shipped` those of shipped
+models, which `fit_datasheet_errors` and `fit_shipped` fit.
+
     v100    sizes left out in folds: `meshwright.validation.series`; and a cluster never profiled: fitted on two nodes
             of eight V100, scored on the groups of four nodes that cross nodes, 64 MiB and more
     nccl    groups of 4 of NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
@@ -7,11 +10,11 @@
             each table apart; what ships, asked for tables that it has not seen; and costs by
             datasheet, with the interval of the other kinds of device
 
-`fit_collectives` sees the training rows alone; no number in it is tuned on others. Its form is another matter: NCCL's
-sources, groups inside one node of the V100s and groups of 4 of vTrain's tables (training rows here) settled most of how
-the transfer goes, but three choices came after a look at scores of rows that are scored: trees where no ring closes,
-the geometric mean of the two groups beside, and one line for all series of a layout (docs/concepts/collectives.md).
-Scores that these reach say so.
+`fit_collectives` sees the training rows alone; no number in it is tuned on others. The choice of its form is different:
+NCCL's sources, groups inside one node of the V100s and groups of 4 of vTrain's tables (training rows here) settled most
+of how the transfer goes, but three choices came after a look at scores of rows that are scored: trees where no ring
+closes, the geometric mean of the two groups beside, and one line for all series of a layout
+(docs/concepts/collectives.md). Scores that these reach say so.
 
 Baselines, fitted on the same rows by least squares of relative errors with terms that are not negative: the line
 α·steps + β·(bytes through the port) of the ring (on the tables fitted on messages of the scored sizes, 1 MiB and more;
@@ -55,13 +58,6 @@ if TYPE_CHECKING:
     Terms = Callable[[CollectiveOp, CollectiveGroup], tuple[list[float], list[float]]]
 
 
-# Errors of datasheet costs of collectives on public tables, and the coverage of their interval.
-#
-# `fit_datasheet_errors` makes the shipped factors from all rows: those of the NCCL tables inside a node, those of the
-# V100 cluster across nodes. `score_datasheet` fits them on all kinds of device but one and asks for that one, in turn,
-# and across nodes on two nodes for four, so that no row is in its own interval. Every kind of device counts the same,
-# by the percentiles of its measured / estimated, however many rows it has.
-
 _ERRORS_SOURCE = (
     "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain (inside) and Alpa's profile of V100 nodes "
     "(across), as in validation/data/nccl.parquet and v100.parquet"
@@ -72,7 +68,7 @@ _BASIS: tuple[Basis, ...] = ("roofline",)
 
 
 def fit_datasheet_errors(inside: Records, across: Records) -> DatasheetErrors:
-    """The factors of each op among the rows, whose devices are those of shipped clusters."""
+    """Return the factors of each op among the rows, whose devices are those of shipped clusters."""
     inner, outer = collective_rows(inside), crossing_rows(across)
     return DatasheetErrors(
         source=_ERRORS_SOURCE,
@@ -83,8 +79,12 @@ def fit_datasheet_errors(inside: Records, across: Records) -> DatasheetErrors:
     )
 
 
+# `fit_datasheet_errors` makes the shipped factors from all rows: those of the NCCL tables inside a node, those of the
+# V100 cluster across nodes. `score_datasheet` fits them on all kinds of device but one and asks for that one, in turn,
+# and across nodes on two nodes for four, so that no row is in its own interval. Every kind of device counts the same,
+# by the percentiles of its measured / estimated, however many rows it has.
 def score_datasheet() -> tuple[Score, ...]:
-    """Costs by datasheet: of each kind of device, with the interval of the other kinds; of four nodes, with two's."""
+    """Score costs by datasheet: of each kind of device, by the interval of the others; of four nodes, by two's."""
     rows, crossing = collective_rows(load_records("nccl")), crossing_rows(load_records("v100"))
     asked = {device: (rows.select(rows.device != device), rows.where(device=device)) for device in set(rows.device)}
     parts = {f"{device} {{}} by datasheet": asked[device] for device in sorted(asked)}
@@ -104,13 +104,13 @@ def score_datasheet() -> tuple[Score, ...]:
 
 
 def crossing_rows(rows: Records) -> Records:
-    """The usable rows of groups that cross nodes."""
+    """Return the usable rows of groups that cross nodes."""
     usable = collective_rows(rows)
     return usable.select(np.array([group.num_nodes > 1 for group in groups_of(usable)], bool))
 
 
 def estimate_rows(rows: Records) -> tuple[Floats, Floats]:
-    """Seconds by datasheet of rows of one op, and of their smallest messages: both of shape (rows,)."""
+    """Return seconds by datasheet of rows of one op, and of their smallest messages: both of shape (rows,)."""
     estimated, latency_s = np.empty(len(rows)), np.empty(len(rows))
     sizes, names = rows.size("bytes").astype(np.float64), ("nodes", "devices_per_node", "ranks", "stride")
     places = list(zip(rows.device, groups_of(rows), *(rows.size(name).tolist() for name in names), strict=True))
@@ -147,15 +147,6 @@ def _factors(ratios: Floats, devices: NDArray[np.object_], regime: NDArray[np.bo
     return fit_alike(ratios[regime & (devices == name)] for name in sorted(set(devices[regime])))
 
 
-# The collectives that ship, fitted on public NCCL tables, and how far they are from a table that they have not seen.
-#
-# A table is what one source measured on one kind of device with one version of NCCL. `fit_shipped` pools the tables of
-# a kind, dtypes and versions alike: what they are off by among themselves is less than what another machine is. How
-# wide that is, is asked of tables: each is predicted from the other tables of its kind, at sizes that those span. The
-# interval holds every kind of device alike, by percentiles of its measured / predicted; in `score_shipped` it is that
-# of the other kinds. Only the A100 was measured by two parties; the other tables of a kind come from one. What Alpa's
-# profile of V100 nodes measured inside a node stands in for the ops that no table has of a kind.
-
 _DATASET = "nccl"
 _SOURCE = (
     "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain, as in validation/data/nccl.parquet; ops that "
@@ -165,6 +156,12 @@ _SOURCE = (
 LeftOut = dict[str, list[tuple[Records, Predictions]]]
 
 
+# A table is what one source measured on one kind of device with one version of NCCL. `fit_shipped` pools the tables of
+# a kind, dtypes and versions alike, because they differ among themselves by less than from another machine. The
+# interval comes from tables: each is predicted from the other tables of its kind, at sizes that those span. It weighs
+# every kind of device equally, by percentiles of its measured / predicted; in `score_shipped` it is that of the other
+# kinds. Only the A100 was measured by two parties; the other tables of a kind come from one. For ops that no table of a
+# kind has, Alpa's measurements inside a node of V100s are used.
 def fit_shipped() -> ShippedCollectives:
     """Return the models of all kinds of device in the NCCL tables, fitted to their rows."""
     usable = _with_profiled(collective_rows(load_records(_DATASET)))
@@ -224,14 +221,14 @@ def leave_tables_out() -> LeftOut:
 
 
 def fit_elsewhere(left_out: Mapping[str, list[tuple[Records, Predictions]]]) -> Interval:
-    """The interval of measured / predicted of tables left out."""
+    """Return the interval of measured / predicted of tables left out."""
     return fit_alike(
         np.concatenate([rows.seconds / said.seconds for rows, said in parts]) for parts in left_out.values()
     )
 
 
 def _with_profiled(tables: Records) -> Records:
-    """The tables, and what Alpa's profile says of groups inside a node where no table says it."""
+    """The tables; for ops that no table has, Alpa's profile of groups inside a node."""
     profiled = collective_rows(load_records("v100"))
     known = set(zip(tables.device, tables.op, strict=True))
     new = [
@@ -284,12 +281,12 @@ _PER_NODE = 8
 
 
 def score_collectives() -> tuple[Score, ...]:
-    """All scores of collectives; takes minutes (five folds of five ops)."""
+    """Return all scores of collectives; takes minutes (five folds of five ops)."""
     return (*score_series(), *score_new_cluster(), *score_new_groups(), *score_shipped(), *score_datasheet())
 
 
 def score_new_cluster() -> tuple[Score, ...]:
-    """Four nodes predicted from two: per op, all measured points except plateaus."""
+    """Score four nodes predicted from two: per op, all measured points except plateaus."""
     rows = load_records("v100")
     rows = rows.select(rows.op != "matmul")
     rows = rows.select(rows.size("devices_per_node") == _PER_NODE)
@@ -313,7 +310,7 @@ def score_new_cluster() -> tuple[Score, ...]:
 
 
 def score_new_groups() -> tuple[Score, ...]:
-    """Group sizes that were left out of the NCCL tables, per file, and per device and op."""
+    """Score group sizes that were left out of the NCCL tables, per file, and per device and op."""
     tables = load_records("nccl")
     by_vtrain = np.array(["vTrain" in source for source in tables.source])
     return (

@@ -1,7 +1,7 @@
 """Errors of op costs on a CPU for models that were not measured.
 
 Data: ops of zoo models on one core, measured by `meshwright measure`, each model in a table of its own
-(``data/cpu_ops.parquet``; machine, versions and date stand in its rows). Scored are one transformer and one
+(``data/cpu_ops.parquet``; machine, versions and date are in its rows). Scored are one transformer and one
 convolutional model, drawn before the first fit (``splits/cpu_ops_*.json``, fold 0). All their batch sizes are left
 out, and so is every row of another model that shares a key with them, at any batch size.
 
@@ -72,7 +72,10 @@ class OpPredictions:
 
 
 def score_cpu_ops(*, quick: bool = False) -> tuple[Score, ...]:
-    """Errors on the scored models per pass and arm; unless ``quick``, also of every other model left out in turn."""
+    """Return errors on the scored models per pass and arm.
+
+    Unless ``quick``, also those of every other model left out in turn.
+    """
     models, scored = rows_by_model(), scored_models()
     name = " + ".join(scored)
     found = answer_left_out(models, scored, scored)
@@ -93,12 +96,12 @@ def score_cpu_ops(*, quick: bool = False) -> tuple[Score, ...]:
 
 
 def scored_models() -> tuple[str, ...]:
-    """The two models that the committed draw leaves out."""
+    """Return the two models that the committed draw leaves out."""
     return tuple(models[read_folds(name, models).tolist().index(0)] for name, models in DRAWN.items())
 
 
 def rows_by_model() -> dict[str, Records]:
-    """The shipped rows, by the model in which they were measured."""
+    """Return the shipped rows, by the model in which they were measured."""
     records = load_records(DATASET)
     model_of = np.array([source.partition(":")[0] for source in records.source], object)
     return {model: records.select(model_of == model) for model in sorted(set(model_of))}

@@ -25,7 +25,10 @@ StepRow = dict[str, str]
 
 
 def load_records(name: str) -> Records:
-    """A shipped measurement table: ``v100``, ``kernels``, ``nccl``, ... Raises DocumentError for another name."""
+    """Return a shipped measurement table: ``v100``, ``kernels``, ``nccl``, ...
+
+    Raises DocumentError for another name.
+    """
     from meshwright.records.parquet import read_records  # noqa: PLC0415  (pyarrow: steps and lists need none)
 
     with resources.as_file(_find(f"{name}.parquet")) as path:
@@ -33,13 +36,16 @@ def load_records(name: str) -> Records:
 
 
 def load_table(name: str) -> list[StepRow]:
-    """A shipped table (CSV) as rows. Raises DocumentError for another name."""
+    """Return a shipped table (CSV) as rows. Raises DocumentError for another name."""
     with resources.as_file(_find(f"{name}.csv", f"{name}.csv.gz")) as path:
         return read_table(path)
 
 
 def load_graph(name: str) -> Graph:
-    """The graph of a measured model: one of the shipped ones, or of those beside the tables. DocumentError if none."""
+    """Return the graph of a measured model: one of the shipped ones, or of those beside the tables.
+
+    DocumentError if none.
+    """
     if name in shipped_graphs():
         return load_shipped_graph(name)
     source = _find(f"{name}{SUFFIX}")
@@ -57,13 +63,13 @@ def load_all_steps() -> list[StepRow]:
 
 
 def read_table(path: Path | str) -> list[StepRow]:
-    """The rows of a CSV file, which may be compressed. Raises DocumentError for any other file."""
+    """Return the rows of a CSV file, which may be compressed. Raises DocumentError for any other file."""
     path = Path(path)
     return parse_csv(read_unpacked(path), path)
 
 
 def read_lines(path: Path | str) -> list[tuple[int, StepRow]]:
-    """The same as `read_table`, each row with the line on which it starts."""
+    """Return the same as `read_table`, each row with the line on which it starts."""
     path = Path(path)
     return number_rows(read_unpacked(path), path)
 

@@ -32,7 +32,7 @@ class GpuRun:
 
 
 def read_run(row: StepRow, *, compiled: bool = False) -> GpuRun:
-    """The run of a row, with compiled layers or without.
+    """Return the run of a row, with compiled layers or without.
 
     The measured loop holds what the model gives, beside the loss, until a step is done.
     """

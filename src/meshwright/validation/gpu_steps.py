@@ -94,7 +94,7 @@ def _score_compiled() -> Score:
 
 
 def predict_on_gpu(row: StepRow, *, compiled: bool = False) -> StepOnGpu:
-    """The prediction of `plan` for a row of ``steps_cuda.csv``, or for one with compiled layers."""
+    """Return the prediction of `plan` for a row of ``steps_cuda.csv``, or for one with compiled layers."""
     run = read_run(row, compiled=compiled)
     work, kind = run.plan.workload, run.cluster.device_kind(0)
     graph = replace(run.graph, compiled=True) if compiled else run.graph

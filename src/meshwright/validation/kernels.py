@@ -1,12 +1,12 @@
-"""Errors of the predictor of GPU kernels on public measurements, for unseen sizes and devices.
+"""Errors of the predictor of GPU kernels on public measurements (`score_kernels`): unseen sizes, devices; baselines.
 
 Measured device: each fold of the keys (committed, the same for all devices and dtypes, so that the same sizes on a
 sister device do not give an answer away) is predicted from the others. Device left out: all its rows are predicted from
 the other devices, then after 5, 20 and 100 of its rows per dtype were given, in five draws.
 
 How the forms were chosen: laws, features and settings were tried on folds 0 to 3 of all devices. Fold 4 was first
-scored when they stood; its figures are an arm of their own, "ours, untouched fold". Later changes were judged on folds
-0 to 3 alone, each given others of these: more trees, then fewer of more questions (500 of seven), and the compute
+scored when they were fixed; its figures are an arm of their own, "ours, untouched fold". Later changes were judged on
+folds 0 to 3 alone, each given others of these: more trees, then fewer of more questions (500 of seven), and the compute
 capability among what they see. Devices left out were looked at as well, also for how the residuals of several such
 devices are pooled, so the forms, but no number in them, have seen all four devices.
 """
@@ -40,16 +40,6 @@ if TYPE_CHECKING:
     from meshwright.validation.scores import Score
 
 
-# Baselines of the kernels' comparison: what others would predict from the same training rows, per kernel family.
-#
-# roofline          max(FLOPs / peak, bytes / bandwidth), the datasheet alone
-# constant          best constant x roofline, the one with the smallest mean relative error on the training rows
-# line              a + b·FLOPs by least squares (pipeDejavu fits time on size so)
-# BSP               λ·(FLOPs / peak + bytes / bandwidth), one λ (Amarís et al., 2015, without shared memory)
-# linear, SVM, forest   ln t on the logarithms of sizes, FLOPs, bytes, tiles and waves, with features selected: of each
-#                   cluster of features with Spearman's |ρ| > 0.95 to each other, the one that says most of ln t
-
-
 class Regressor(Protocol):
     """A regressor of scikit-learn."""
 
@@ -70,20 +60,28 @@ _CONSTANTS = np.exp(np.linspace(-2.0, 5.0, 701))
 
 
 def roofline_seconds(part: FitRows) -> Floats:
-    """The datasheet's roofline of every row, without a launch."""
+    """Return the datasheet's roofline of every row, without a launch."""
     demand = _demand(part)
     bound: Floats = np.maximum(demand.flops, demand.memory)
     return bound
 
 
 def best_constant(parts: Iterable[FitRows]) -> float:
-    """The factor on the roofline with the smallest mean relative error on all rows of the parts."""
+    """Return the factor on the roofline with the smallest mean relative error on all rows of the parts."""
     ratios = np.concatenate([roofline_seconds(part) / part.seconds for part in parts])
     return float(_CONSTANTS[np.argmin([np.abs(factor * ratios - 1).mean() for factor in _CONSTANTS])])
 
 
+# Baselines: what others would predict from the same training rows, per kernel family:
+#
+#     roofline          max(FLOPs / peak, bytes / bandwidth), the datasheet alone
+#     constant          best constant x roofline, the one with the smallest mean relative error on the training rows
+#     line              a + b·FLOPs by least squares (pipeDejavu fits time on size so)
+#     BSP               λ·(FLOPs / peak + bytes / bandwidth), one λ (Amarís et al., 2015, without shared memory)
+#     linear, SVM,      ln t on the logarithms of sizes, FLOPs, bytes, tiles and waves, with features selected: of each
+#     forest            cluster of features with Spearman's |ρ| > 0.95 to each other, the one that says most of ln t
 def fitted_arms(*, slow: bool) -> tuple[Arm, ...]:
-    """Names and functions (training rows, rows to predict) -> seconds; without ``slow``, only closed forms."""
+    """Return names and functions (training rows, rows to predict) -> seconds; without ``slow``, only closed forms."""
     forms: tuple[Arm, ...] = (
         ("roofline", lambda _, test: roofline_seconds(test)),
         ("constant x roofline", lambda train, test: best_constant([train]) * roofline_seconds(test)),
@@ -133,7 +131,7 @@ def _learned(train: FitRows, test: FitRows, regressor: Regressor, most: int | No
 
 
 def select_features(features: Floats, target: Floats) -> NDArray[np.int64]:
-    """Columns of features (rows, features): of each cluster of alike ones, the one that ranks the target best."""
+    """Return columns of features (rows, features): of each cluster of alike ones, the best at ranking the target."""
     from sklearn.cluster import AgglomerativeClustering  # noqa: PLC0415
 
     ranks = np.argsort(np.argsort(np.column_stack([features, target]), axis=0), axis=0).astype(float)
@@ -191,7 +189,7 @@ class KernelPredictions:
 
 
 def kinds() -> dict[str, DeviceKind]:
-    """The shipped datasheets of the devices with public rows."""
+    """Return the shipped datasheets of the devices with public rows."""
     return {name: load_cluster(name).device_kinds[0] for name in DEVICES}
 
 
@@ -211,7 +209,7 @@ def given_rows(keys: list[str], draw: int, num_given: int) -> NDArray[np.bool_]:
 
 
 def score_kernels(*, quick: bool = False) -> tuple[Score, ...]:
-    """All scores; ``quick``: the untouched fold of bfloat16 products, and no arms that are slow to fit."""
+    """Return all scores; ``quick``: the untouched fold of bfloat16 products, and no arms that are slow to fit."""
     records = load_records("kernels")
     if quick:
         rows = records.select((records.op == "matmul") & (records.dtype == "bfloat16"))
@@ -225,7 +223,7 @@ def score_kernels(*, quick: bool = False) -> tuple[Score, ...]:
 
 
 def score_folds(rows: Records, op: str, folds: Sequence[int] = range(5), *, slow_arms: bool = True) -> Iterator[Score]:
-    """Rows left out fold by fold on measured devices, per device, dtype and kernel family."""
+    """Score rows left out fold by fold on measured devices, per device, dtype and kernel family."""
     fold_of = folds_of(rows, op)
     parts: dict[str, list[KernelPredictions]] = {}
     for fold in folds:
@@ -252,7 +250,7 @@ def score_folds(rows: Records, op: str, folds: Sequence[int] = range(5), *, slow
 
 
 def score_devices(rows: Records, op: str, devices: Sequence[str] = DEVICES) -> Iterator[Score]:
-    """Every device left out, then given some of its rows, per dtype."""
+    """Score every device left out, then given some of its rows, per dtype."""
     for device in devices:
         others, own = rows.select(rows.device != device), rows.select(rows.device == device)
         model = fit_kernels(others, kinds())
@@ -269,7 +267,7 @@ def score_devices(rows: Records, op: str, devices: Sequence[str] = DEVICES) -> I
 def _draw(
     op: str, model: KernelModel, mine: Records, kin: list[FitRows], draw: int, num_given: int
 ) -> Iterator[KernelPredictions]:
-    """What is said of the rows that a draw does not give; baselines: constants from other devices and from the rows."""
+    """Predictions of the rows that a draw does not give; baselines: constants from other devices and from the rows."""
     given = given_rows(list(mine.shapes), draw, num_given)
     adapted = adapt_kernels(model, mine.select(given), kinds()) if num_given else model
     rest = mine.select(~given)

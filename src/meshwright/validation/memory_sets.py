@@ -97,7 +97,7 @@ def score_memory() -> tuple[Score, ...]:
 
 
 def score_training() -> tuple[Score, ...]:
-    """Peaks of real training on a CPU: ours, and the growth of the process."""
+    """Score peaks of real training on a CPU: ours, and the growth of the process."""
     rows = load_table("memory_training")
     measured, predicted = _column(rows, "peak_bytes"), np.array([predict_row(row) for row in rows])
     part = "peak of training on a CPU"
@@ -119,7 +119,7 @@ def predict_row(row: StepRow) -> float:
 
 
 def score_pipelines() -> tuple[Score, ...]:
-    """Peaks of the ranks of real pipelines on a CPU, with recompute, and with sharded states."""
+    """Score peaks of the ranks of real pipelines on a CPU, with recompute, and with sharded states."""
     again = "peaks of ranks that recompute"
     return (
         _score_ranks("memory_pipelines", "peaks of ranks of pipelines", _PIPELINE_NOTE),
@@ -143,7 +143,10 @@ def _simulated_peaks(plan: Plan) -> tuple[int, ...]:
 
 
 def score_cuda() -> tuple[Score, ...]:
-    """Peaks of plain PyTorch on an H100, allocated and reserved; the note says which margin the errors ask for."""
+    """Score peaks of plain PyTorch on an H100, allocated and reserved.
+
+    The note gives the margin that the errors require.
+    """
     rows = load_table(TABLE)
     found = [predict_cuda(row) for row in rows]
     is_large = np.array([bool(row["reserved_bytes"]) for row in rows])
@@ -166,18 +169,18 @@ def score_cuda() -> tuple[Score, ...]:
 
 
 def predict_cuda(row: StepRow) -> RankedPlan:
-    """The bytes of a row of ``steps_cuda.csv`` as a plan for one device."""
+    """Return the bytes of a row of ``steps_cuda.csv`` as a plan for one device."""
     run = read_run(row)
     return evaluate_plan(run.plan, run.graph, run.cluster, run.cost)
 
 
 def margin_needed(measured: Floats, predicted: Floats) -> float:
-    """The least margin, as a share of the prediction, that covers 9 of 10 measured values; never below 0."""
+    """Return the least margin, as a share of the prediction, that covers 9 of 10 measured values; never below 0."""
     return max(float(np.quantile(measured / predicted - 1, 0.9)), 0.0)
 
 
 def score_published() -> tuple[Score, ...]:
-    """Peaks of published runs on GPUs."""
+    """Score peaks of published runs on GPUs."""
     rows = [row for row in load_steps() if row["peak_mem_gib"]]
     simumax = [row for row in rows if row["mem_kind"] == "peak allocated"]
     titan = [row for row in rows if row["framework"].startswith("torchtitan")]
@@ -199,7 +202,9 @@ def _score_ours(part: str, rows: Sequence[StepRow], unit: int, *, target: float 
 
 
 def predict_published(rows: Sequence[StepRow]) -> Floats:
-    """Bytes of the fullest device of rows of published steps, shape (rows,): reserved of torchtitan's, else allocated.
+    """Return bytes of the fullest device of rows of published steps, shape (rows,).
+
+    They are reserved bytes of torchtitan's rows, else allocated ones.
 
     Raises what keeps a row from becoming a plan.
     """
@@ -299,7 +304,7 @@ SHARING_COLUMNS = (*PIPELINE_COLUMNS, "zero", "shard_size")
 
 
 def pipeline_plan(row: Mapping[str, Any]) -> Plan:
-    """The plan of a row."""
+    """Return the plan of a row."""
     num_stages, replicas, size, count = (int(row[name]) for name in PIPELINE_COLUMNS[1:5])
     optimizer = Optimizer.named(row["optimizer"])
     plan = even_plan(row["model"], num_stages, replicas, size, count, row["schedule"], optimizer)
@@ -312,7 +317,7 @@ def pipeline_plan(row: Mapping[str, Any]) -> Plan:
 def even_plan(
     model: str, num_stages: int, replicas: int, size: int, count: int, schedule: str, optimizer: Optimizer
 ) -> Plan:
-    """A plan whose stages have about equal numbers of layers, for ``count`` microbatches of ``size`` samples."""
+    """Return a plan whose stages have about equal numbers of layers, for ``count`` microbatches of ``size`` samples."""
     graph = load_shipped_graph(model)
     cuts = [len(graph.layers) * stage // num_stages for stage in range(num_stages + 1)]
     return Plan(

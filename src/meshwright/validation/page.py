@@ -39,7 +39,7 @@ Made on {date} by `{command}` with Python {python}, {packages}.
 
 
 def part_cells(scores: Sequence[Score]) -> list[list[str]]:
-    """Texts for `PART_HEADINGS`: one row per arm of ours, with the best baseline of the same part beside it.
+    """Return texts for `PART_HEADINGS`: one row per arm of ours, with the best baseline of the same part beside it.
 
     Ours are the arms that give an interval or have a target; the best baseline is that of the smallest ``judged``.
     """
@@ -59,7 +59,7 @@ def part_cells(scores: Sequence[Score]) -> list[list[str]]:
 
 
 def score_cells(scores: Sequence[Score]) -> list[list[str]]:
-    """Texts for `SCORE_HEADINGS`: a line that names the part, then one for each arm."""
+    """Return texts for `SCORE_HEADINGS`: a line that names the part, then one for each arm."""
     cells: list[list[str]] = []
     before, notes = None, list_notes(scores)
     for row in tabulate_scores(scores):
@@ -71,12 +71,12 @@ def score_cells(scores: Sequence[Score]) -> list[list[str]]:
 
 
 def list_notes(scores: Sequence[Score]) -> list[str]:
-    """The notes of the scores, each once; a table marks a score by the place of its note, from 1 on."""
+    """Return the notes of the scores, each once; a table marks a score by the place of its note, from 1 on."""
     return list(dict.fromkeys(score.note for score in scores if score.note))
 
 
 def number_notes(scores: Sequence[Score]) -> list[str]:
-    """The lines below a table of `score_cells` or `part_cells`."""
+    """Return the lines below a table of `score_cells` or `part_cells`."""
     notes = list_notes(scores)
     return [f"{_mark(note, notes).strip()} {note}." for note in notes]
 
@@ -115,7 +115,7 @@ def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[li
 
 
 def scores_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> str:
-    """The page of all scores."""
+    """Return the page of all scores."""
     names = [dataset.name for dataset, _ in scored]
     named = [] if names == [dataset.name for dataset in DATASETS] else names
     head = _HEAD.format(

@@ -1,8 +1,8 @@
-"""Published training runs, each as a command of ``plan``: the published and the predicted figure.
+"""Published training runs, each as a command of ``plan``: the published and the predicted figure (`compare_runs`).
 
-The runs are in ``data/published_runs.toml``, the shape files of their commands in ``data/published/`` (and, for
-readers of the page, in ``examples/published/``). No cost is fitted here: a function that is passed in plans each
-command as the command line does.
+The runs are in ``data/published_runs.toml``, the shape files of their commands in ``data/published/`` (and, for readers
+of the page, in ``examples/published/``). No cost is fitted here: a function that is passed in plans each command as the
+command line does. They are written as rows, cells of a table, and a page (`published_page`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from meshwright.spec import DocumentError, format_seconds, read_document, sugges
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-
-# Published runs beside predictions: as cells of a table, as plain rows, and as a page in Markdown.
 
 HEADINGS = ("run", "GPUs", "published", "predicted", "80 %", "error", "inside")
 
@@ -54,7 +52,7 @@ COMMAND = "meshwright validate --published --out docs/published.md"
 
 
 def cells(compared: Sequence[Compared]) -> list[list[str]]:
-    """Texts for `HEADINGS`: one row per run, all times of one step."""
+    """Return texts for `HEADINGS`: one row per run, all times of one step."""
     return [
         [
             item.run.title,
@@ -70,7 +68,7 @@ def cells(compared: Sequence[Compared]) -> list[list[str]]:
 
 
 def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """One plain row per run, for ``--json``."""
+    """Return one plain row per run, for ``--json``."""
     return [
         {
             **{key: value for key, value in asdict(item.run).items() if value},
@@ -97,7 +95,7 @@ def summarise(compared: Sequence[Compared]) -> str:
 
 
 def published_page(runs: PublishedRuns, compared: Sequence[Compared]) -> str:
-    """The page of all runs."""
+    """Return the page of all runs, in Markdown."""
     head = _HEAD.format(date=datetime.now(UTC).strftime("%Y-%m-%d"), command=COMMAND, summary=summarise(compared))
     table = "".join("| " + " | ".join(row) + " |\n" for row in (HEADINGS, ["---"] * len(HEADINGS), *cells(compared)))
     causes = "".join(f"- {text}\n" for text in runs.causes)
@@ -112,7 +110,7 @@ def published_page(runs: PublishedRuns, compared: Sequence[Compared]) -> str:
 
 
 def run_section(item: Compared) -> str:
-    """One run: where its figure stands, its command, what is predicted."""
+    """Return the section of one run: the source of its figure, its command, what is predicted."""
     run, predicted = item.run, item.predicted
     derived = f" ({run.derived})" if run.derived else ""
     figure = f"{run.value:g} s per step" if run.unit == "s" else f"{run.value:,.5g} tokens/s per GPU"
@@ -226,7 +224,7 @@ class PublishedRuns:
             raise DocumentError(f"Published runs: {', '.join(twice)} twice. Give every run a name of its own.")
 
     def named(self, names: Sequence[str]) -> tuple[PublishedRun, ...]:
-        """The named runs, or all. Raises DocumentError for another name."""
+        """Return the named runs, or all. Raises DocumentError for another name."""
         known = {run.name: run for run in self.runs}
         for name in names:
             if name not in known:
@@ -272,7 +270,7 @@ class Compared:
 
 
 def load_runs(path: Path | None = None) -> PublishedRuns:
-    """The shipped runs, or those of a file. Raises DocumentError for an invalid file."""
+    """Return the shipped runs, or those of a file. Raises DocumentError for an invalid file."""
     return read_document(PublishedRuns, path or _data() / "published_runs.toml")
 
 

@@ -1,13 +1,13 @@
-"""Compare bubbles and speed of schedules with the figures that their authors state and measured.
+"""Compare bubbles and speed of schedules with the figures that their authors state and measured (`score_schedules`).
 
     Table 5    busy shares of schedules, computed by Qi et al. (ICLR 2024) from profiled times of stages; the same times
-               and our programs, so that what differs is the schedule or the simulator
+               and our programs, so that what differs is the schedule or the simulator (`busy_share`)
     Table 4    measured throughput of the same models: how much faster than under 1F1B
 
-What stands in Table 5 as ZB-1p and ZB-2p are schedules found for the times, with p and 2p microbatches in memory. The
-first is held against what `program.find_orders` finds; in every row it has the rate of ZB-H1, which stands for it in
-Table 4. The ZB-2p orders minimise the longest time of any one rank; ours minimise the time from the first to the last
-computation of all ranks. They cannot be compared.
+ZB-1p and ZB-2p of Table 5 are schedules found for the times, with p and 2p microbatches in memory. The first is
+compared with what `program.find_orders` finds; in every row it has the rate of ZB-H1, which replaces it in Table 4. The
+ZB-2p orders minimise the longest time of any one rank; ours minimise the time from the first to the last computation of
+all ranks. They cannot be compared.
 
 Interleaved 1F1B is scored in two ways. In the authors' simulation (sail-sg/zero-bubble-pipeline-parallelism at f68d387,
 megatron/core/pipeline_parallel/efficiency.py) only the first of each p microbatches waits for the message from the last
@@ -55,11 +55,6 @@ if TYPE_CHECKING:
     from meshwright.templates.shapes import Schedule
 
 
-# Programs of steps of which only the times of stages are known, simulated as every plan is.
-#
-# Only the graph (a chain, a layer per part of the model) and the costs are made here. A position with v chunks gives
-# each a v-th of its times. Every pair of positions has its own link in each direction.
-
 # Our names of the schedules of measured steps. ZB-2p is taken to fill its bubble, as ZB-H2 does nearly.
 SCHEDULE_NAMES: dict[Schedule, str] = {
     "gpipe": "gpipe",
@@ -81,12 +76,12 @@ class StageSeconds:
 
     @property
     def seconds(self) -> float:
-        """All of a microbatch."""
+        """Seconds of one microbatch in total."""
         return self.forward_s + self.input_gradient_s + self.weight_gradient_s + self.transfer_s
 
 
 def longest_rank_ps(timeline: Timeline, opcodes: Sequence[Opcode]) -> int:
-    """The longest time of a rank from the beginning of its first instruction of these kinds to the end of its last."""
+    """Return the longest time of a rank from the start of its first to the end of its last such instruction."""
     mine = np.isin(timeline.opcode, opcodes)
     rank = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track[mine]]
     begin = np.full(timeline.num_ranks, np.iinfo(np.int64).max)
@@ -98,12 +93,15 @@ def longest_rank_ps(timeline: Timeline, opcodes: Sequence[Opcode]) -> int:
 
 @lru_cache(maxsize=256)
 def build_pipeline(num_positions: int, num_microbatches: int, schedule: str, chunks: int) -> Program:
-    """The program of `lay_out`. Raises PlanError for a schedule that does not support this number of microbatches."""
+    """Return the program of `lay_out`.
+
+    Raises PlanError for a schedule that does not support this number of microbatches.
+    """
     return build_program(*lay_out(num_positions, num_microbatches, schedule, chunks))
 
 
 def lay_out(num_positions: int, num_microbatches: int, schedule: str, chunks: int = 1) -> tuple[Plan, Graph]:
-    """A plan with a stage on each position; with ``chunks`` above 1 position i has stages i, i + positions, ..."""
+    """Return a plan with a stage on each position; with ``chunks`` above 1 position i has i, i + positions, …."""
     graph = _chain(num_positions * chunks)
     stages = tuple(StagePlan(start=i, stop=i + 1, ranks=(i % num_positions,)) for i in range(num_positions * chunks))
     plan = Plan(
@@ -118,8 +116,11 @@ def lay_out(num_positions: int, num_microbatches: int, schedule: str, chunks: in
     return plan, graph
 
 
+# For programs of steps of which only the times of stages are known; they are simulated as every plan is. Only the graph
+# (a chain, a layer per part of the model) and the costs are made here. A position with v chunks gives each a v-th of
+# its times. Every pair of positions has its own link in each direction.
 def estimate_pipeline(program: Program, stages: Sequence[StageSeconds], *, blocking: bool) -> ProgramCosts:
-    """A cost class for every opcode of every part of the model; a message holds the link of its pair of positions.
+    """Return costs with a class for every opcode of every part of the model; a message holds the link of its positions.
 
     ``stages``: one for each position. ``blocking``: a message also occupies both of its ends.
     """
@@ -192,19 +193,16 @@ def _chain(length: int) -> Graph:
     )
 
 
-# Pipelines of equal stages described by four numbers, as profiled in a paper, simulated under Meshwright's schedules.
+# Pipelines described by four numbers, as profiled in a paper:
 #
 #     F, B, W    seconds of a rank for a microbatch: forward, gradients of inputs, gradients of weights
 #     C          seconds of a message between two ranks; every pair of ranks has its own link in each direction
 #
-# With v chunks on a rank each has a v-th of F, B and W, and its messages take as long.
-#
-# The cost of a schedule is the longest time of a rank from the beginning of its first computation to the end of its
-# last one (Qi et al., ICLR 2024, section 5.4): a rank that begins later also synchronises later. It has
+# With v chunks on a rank each has a v-th of F, B and W, and its messages take as long. The cost of a schedule is the
+# longest time of a rank from the beginning of its first computation to the end of its last one (Qi et al., ICLR 2024,
+# section 5.4): a rank that begins later also synchronises later. It has
 #
 #     busy share     m (F + B + W) / cost, one minus the bubble rate
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualStages:
     """p positions, m microbatches, v chunks on each position, and what a position takes for a microbatch."""
@@ -224,7 +222,7 @@ class EqualStages:
 def busy_share(
     pipeline: EqualStages, schedule: str, *, blocking: bool = False, rounds_wait_together: bool = False
 ) -> float:
-    """The share of a schedule's cost in which ranks compute.
+    """Return the share of a schedule's cost in which ranks compute.
 
     ``blocking``: a message also occupies both of its ends for C. ``rounds_wait_together``: see `_wait_by_rounds`.
     Raises PlanError for a schedule that does not support this number of microbatches.
@@ -237,7 +235,7 @@ def busy_share(
 
 
 def found_share(pipeline: EqualStages, most_kept: int) -> float:
-    """The busy share of the shortest order found for one stage per rank with ``most_kept`` microbatches.
+    """Return the busy share of the shortest order found for one stage per rank with ``most_kept`` microbatches.
 
     Its cost is the time from the first computation of all ranks to the last one, no less than that of any rank.
     """
@@ -300,7 +298,7 @@ _BLOCKING_NOTE = "form chosen with these rows in view: what a message takes from
 
 
 def score_schedules(*, quick: bool = False) -> tuple[Score, ...]:
-    """Both tables: twelve setups of four models; with ``quick`` orders are found for the first setup of each."""
+    """Score both tables: twelve setups of four models; with ``quick`` orders are found for the first setup of each."""
     rows = load_table("zero_bubble_rates_table5")
     pipelines = [find_pipeline(row) for row in rows]
     found = {name: _shares(pipelines, name) for name in SCHEDULES}
@@ -332,7 +330,7 @@ def score_schedules(*, quick: bool = False) -> tuple[Score, ...]:
 
 
 def find_pipeline(row: Mapping[str, str]) -> EqualStages:
-    """The pipeline of a row of Table 5."""
+    """Return the pipeline of a row of Table 5."""
     times = next(item for item in load_table("zero_bubble_times") if _setup(item) == _setup(row))
     forward, inputs, weights, transfer = (
         float(times[f"t_{name}_ms"]) / 1e3 for name in ("forward", "backward_input", "backward_weight", "comm")

@@ -1,4 +1,4 @@
-"""Scores of predictions: relative errors of rows left out, and coverage of the intervals.
+"""Scores of predictions (`score_rows`): relative errors of rows left out, coverage of intervals; folds (`read_folds`).
 
 error = |predicted - measured| / measured        coverage = share of rows inside the 80 % interval
 MAPE = mean error · 100                          width = median of (high - low) / predicted
@@ -32,14 +32,11 @@ if TYPE_CHECKING:
     from meshwright.cost.costs import Floats, Predictions
 
 
-# Folds of rows that are left out, in files committed before the first fit, grouped by configuration.
-#
-# A file ``splits/NAME.json`` holds the seed, the number of folds and one digit per distinct key in sorted order, as
-# `draw_split` deals them out. It is never made anew for other figures: `read_folds` refuses rows whose keys are not
-# those of the file, and folds that are not those of its seed. Rows of one key (repetitions, the same sizes in another
-# dtype where that would give the answer away) share a fold.
-
-
+# Folds of rows that are left out are in files committed before the first fit, grouped by configuration. A file
+# ``splits/NAME.json`` holds the seed, the number of folds and one digit per distinct key in sorted order, as
+# `draw_split` draws them. It is never made anew for other figures: `read_folds` refuses rows whose keys are not those
+# of the file, and folds that are not those of its seed. Rows of one key (repetitions, the same sizes in another dtype
+# where that would give the answer away) share a fold.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Folds of the distinct keys of a data set, in sorted order: ``folds[i]`` is the digit of key i."""
@@ -54,7 +51,7 @@ class Split:
 
 
 def draw_split(dataset: str, keys: Sequence[str], *, num_folds: int = 5, seed: int) -> Split:
-    """Deal the distinct keys out to ``num_folds`` (at most 10) folds of equal size, in an order that the seed gives."""
+    """Assign the distinct keys to ``num_folds`` (at most 10) folds of equal size, in an order that the seed gives."""
     distinct = sorted(set(keys))
     folds = np.arange(len(distinct)) % num_folds
     np.random.default_rng(seed).shuffle(folds)
@@ -68,7 +65,7 @@ def draw_split(dataset: str, keys: Sequence[str], *, num_folds: int = 5, seed: i
 
 
 def read_folds(dataset: str, keys: Sequence[str]) -> NDArray[np.int64]:
-    """The fold of each row, shape (rows,), from the committed file of the data set.
+    """Return the fold of each row, shape (rows,), from the committed file of the data set.
 
     Raises DocumentError if the file is missing, or if it was made for other keys.
     """
@@ -131,7 +128,7 @@ class Score:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None without a target."""
+        """Return whether the target is reached; None without a target."""
         return None if self.target is None else bool(getattr(self, self.judged) <= self.target)
 
 
@@ -203,7 +200,7 @@ class Ranking:
 
 
 def rank_runs(jobs: Sequence[Hashable], measured: Floats, predicted: Floats) -> Ranking:
-    """The order of the runs (all of shape (runs,), seconds) within each job."""
+    """Score the order of the runs (all of shape (runs,), seconds) within each job."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, job in enumerate(jobs):
         groups[job].append(index)

@@ -66,7 +66,7 @@ class SeriesTable:
 
 
 def score_series(ops: Sequence[str] = (*OPS, "matmul"), folds: Sequence[int] = range(5)) -> tuple[Score, ...]:
-    """Scores of every op: inner sizes with all arms, then end sizes."""
+    """Score every op: inner sizes with all arms, then end sizes."""
     rows = load_records(DATASET)
     scores: list[Score] = []
     for op in ops:
@@ -83,7 +83,10 @@ def count_flagged(rows: Records) -> str:
 
 
 def fold_keys(rows: Records) -> list[str]:
-    """The key of each row of a collective: its layout and bytes, whatever the op, dtype or, on one node, the mesh."""
+    """Return the key of each row of a collective: its layout and bytes.
+
+    It is the same whatever the op, dtype or, on one node, the mesh.
+    """
     names = ("ranks", "stride", "nodes", "devices_per_node", "groups", "bytes")
     keys = []
     for ranks, stride, nodes, per_node, groups, num_bytes in zip(
@@ -134,7 +137,7 @@ def _products(measured: Records) -> SeriesTable:
 
 
 def _say(op: str, table: SeriesTable, fitted: Indices, scored: Indices) -> dict[str, Predictions]:
-    """What we say of the scored rows, having seen the fitted ones: with all that a row tells, and with less."""
+    """Our predictions of the scored rows from the fitted ones: with all facts of a row, and with fewer."""
     if op != "matmul":
         model, asked = fit_collectives(table.rows.select(fitted)), table.rows.select(scored)
         return {OURS: predict_rows(model, asked), UNTOLD: predict_rows(model, asked, placed_only=True)}

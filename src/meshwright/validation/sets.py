@@ -35,7 +35,7 @@ class Later:
     quick: bool | None = None
 
     def find(self) -> Callable[..., tuple[Score, ...]]:
-        """The function itself."""
+        """Return the function itself."""
         module, _, name = self.function.partition(".")
         found: Callable[..., tuple[Score, ...]] = getattr(import_module(f"meshwright.validation.{module}"), name)
         return found
@@ -92,7 +92,7 @@ DATASETS = (
 
 
 def find_datasets(names: Sequence[str]) -> tuple[DataSet, ...]:
-    """The named sets, or all. Raises DocumentError for another name."""
+    """Return the named sets, or all. Raises DocumentError for another name."""
     known = {dataset.name: dataset for dataset in DATASETS}
     for name in names:
         if name not in known:

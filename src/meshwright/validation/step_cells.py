@@ -105,12 +105,12 @@ class CellError(MeasurementError):
 
 
 def show(text: str) -> str:
-    """A cell as a message quotes it."""
+    """Return a cell as a message quotes it."""
     return repr(text) if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}..."
 
 
 def read_word(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning:
-    """What the word of a cell means; an absent column is an empty cell. Raises CellError for another word."""
+    """Return what the word of a cell means; an absent column is an empty cell. Raises CellError for another word."""
     text = row.get(column, "")
     word = text.strip().lower()
     if word not in meanings:
@@ -119,7 +119,7 @@ def read_word(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning
 
 
 def read_features(row: Row) -> frozenset[str]:
-    """What the words of ``features`` state, separated by semicolons. Raises CellError for an unknown one."""
+    """Return what the words of ``features`` state, separated by semicolons. Raises CellError for an unknown one."""
     known = {feature.lower(): feature for feature in FEATURES}
     words = [word.strip().lower() for word in row.get("features", "").split(";")]
     unknown = next((word for word in words if word and word not in known), "")
@@ -139,7 +139,7 @@ def read_date(row: Row) -> str:
 
 
 def read_framework(row: Row) -> str:
-    """The framework of a row; empty where it is not stated. Raises CellError for an unknown one."""
+    """Return the framework of a row; empty where it is not stated. Raises CellError for an unknown one."""
     text, known = (
         row.get("framework", "").strip(),
         sorted({entry.framework for entry in known_software()} | {"pytorch"}),
@@ -150,7 +150,10 @@ def read_framework(row: Row) -> str:
 
 
 def read_number(row: Row, column: str, otherwise: int | None = None) -> int:
-    """A positive whole number that a column may hold; ``otherwise`` stands for an empty cell. Raises CellError."""
+    """Return a positive whole number that a column may hold; ``otherwise`` stands for an empty cell.
+
+    Raises CellError.
+    """
     text = row.get(column, "").strip()
     if not text and otherwise is not None:
         return otherwise
@@ -163,7 +166,7 @@ def read_number(row: Row, column: str, otherwise: int | None = None) -> int:
 
 
 def read_seconds(row: Row, column: str, *, least_s: float, most_s: float) -> float | None:
-    """Seconds between two bounds; None for an empty cell. Raises CellError."""
+    """Return seconds between two bounds; None for an empty cell. Raises CellError."""
     text = row.get(column, "").strip()
     if not text:
         return None

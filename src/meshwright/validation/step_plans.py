@@ -79,7 +79,7 @@ class PlannedStep:
     software: Software
 
     def cost_model(self) -> CostModel:
-        """Costs for the row, without measurements."""
+        """Return costs for the row, without measurements."""
         return CostModel(cluster=self.cluster, precision=self.plan.workload.precision, software=self.software)
 
 
@@ -102,7 +102,7 @@ Found = StepPrediction | MeshwrightError
 
 
 def name_obstacle(case: StepCase) -> str:
-    """The reason why a row cannot become a plan; "" if it can."""
+    """Return the reason why a row cannot become a plan; "" if it can."""
     if "Adafactor" in case.features:
         return "the optimizer Adafactor"
     if isinstance(case.shape, ResidualShape):
@@ -119,7 +119,7 @@ def name_obstacle(case: StepCase) -> str:
 
 
 def plan_step(case: StepCase) -> PlannedStep:
-    """The plan of a row. Raises InexpressibleError with the obstacle if there is one."""
+    """Return the plan of a row. Raises InexpressibleError with the obstacle if there is one."""
     setup, obstacle = case.setup, name_obstacle(case)
     if obstacle:
         raise InexpressibleError(obstacle)
@@ -159,7 +159,7 @@ def plan_step(case: StepCase) -> PlannedStep:
 
 
 def evaluate_step(planned: PlannedStep, cost: CostModel | None = None) -> RankedPlan:
-    """What `plan` predicts for a row, with the interval of the step time.
+    """Return what `plan` predicts for a row, with the interval of the step time.
 
     ``cost``: a cost model of the same cluster and precision whose results may be reused. Raises PlanError for ops that
     the sharding cannot split.
@@ -171,7 +171,7 @@ def evaluate_step(planned: PlannedStep, cost: CostModel | None = None) -> Ranked
 
 
 def evaluate_steps(cases: Sequence[StepCase]) -> list[Found]:
-    """The prediction of `plan` for each case, or the error that explains its absence, shape (cases,).
+    """Return the prediction of `plan` for each case, or the error that explains its absence, shape (cases,).
 
     Cases of one model on one kind of device are evaluated by one process and share intermediate results.
     """
@@ -189,7 +189,7 @@ def evaluate_steps(cases: Sequence[StepCase]) -> list[Found]:
 
 
 def predictions_of(found: Sequence[Found]) -> Predictions:
-    """Seconds with intervals, shape (n,), of the results that are not errors."""
+    """Return seconds with intervals, shape (n,), of the results that are not errors."""
     kept = [item for item in found if isinstance(item, StepPrediction)]
     basis: Basis = "transferred"
     return Predictions(
@@ -292,6 +292,6 @@ def _recompute(case: StepCase, graph: Graph) -> Recompute:
 
 
 def recompute_attention(graph: Graph) -> Ranges:
-    """The two products of each attention that is not fused, and what lies between them."""
+    """Return the two products of each attention that is not fused, and what lies between them."""
     products = [i for i, op in enumerate(graph.ops) if op.kind.startswith(_SCORES)]
     return tuple((first, second + 1) for first, second in zip(products[::2], products[1::2], strict=True))

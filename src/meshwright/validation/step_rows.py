@@ -94,7 +94,7 @@ class StepCase:
 
     @property
     def job(self) -> tuple[object, ...]:
-        """What a planner would be asked for: the model, the devices, the batch; layouts of one job compare."""
+        """The problem that a planner would get: model, devices, batch; layouts of one job are compared."""
         batch = self.setup.microbatch_size * self.setup.num_microbatches * self.setup.dp
         setup = self.setup
         return (self.origin, self.kind.name, setup.num_devices, batch, self.shape, setup.seq, setup.precision)
@@ -245,7 +245,10 @@ _BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}
 
 
 def read_shape(row: Row, features: frozenset[str], vocabulary_multiple: int = 1) -> TransformerShape | ResidualShape:
-    """The model of a row, with the features that it states. Raises CellError or TransformerError as `read_step`."""
+    """Return the model of a row, with the features that it states.
+
+    Raises CellError or TransformerError as `read_step`.
+    """
     family = read_word(row, "family", {name: name for name in ("gpt", "mpt", "llama", "moe", "wresnet")})
     if family == "wresnet":
         return _residual_shape(row)

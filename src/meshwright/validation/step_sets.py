@@ -1,9 +1,9 @@
-"""Errors of predicted steps: published training steps against the predictions of `plan` (`step_plans`).
+"""Errors of predicted steps (`score_steps`): published training steps against the predictions of `plan` (`step_plans`).
 
-Beside it, on the same rows: two constant shares of the peak FLOP rate, one fitted on our calibration rows,
-one on the scored rows of large models from all origins but the predicted row's, which ours never sees;
-and, where a source prints the prediction of its own simulator, that one. The order of layouts within a job is scored,
-too (`scores`), and the rows refused for memory are listed.
+Beside it, on the same rows: two constant shares of the peak FLOP rate, one fitted on our calibration rows, one on the
+scored rows of large models from all origins but the predicted row's, which ours never sees; and, where a source prints
+the prediction of its own simulator, that one. The order of layouts within a job is scored, too (`scores`), and the rows
+refused for memory are listed (`judge_memory`). `calibration_rows` may be fitted.
 
 One figure of ours comes from rows of steps: how slowly Megatron-LM's host issues (``cost/software.toml``), from the
 calibration rows.
@@ -38,16 +38,6 @@ if TYPE_CHECKING:
     from meshwright.validation.step_table import LeftOut
 
 
-# Which rows of measured steps may be fitted: a tenth of each kind of device's rows on one node, drawn once.
-#
-# The files ``splits/steps_KIND.json`` deal the single-node rows of a kind of device out to ten folds, grouped by
-# configuration: rows of one model, sequence, layout and microbatch are on one side, whatever their batch, schedule,
-# precision and recompute. The rows of the last fold, group by group in sorted order as long as they are a tenth of the
-# kind's rows or fewer, are for calibration; all other rows, and all rows of more than one node, are for scoring only.
-# SimuMax's rows (B200) are not dealt out: nothing is fitted on that kind.
-#
-# The files were drawn with `SEED` and committed before the first fit on their rows.
-
 SEED, NUM_FOLDS = 20261122, 10
 # Kinds of devices with rows on one node that may be fitted.
 KINDS = ("A100", "H100", "V100")
@@ -56,7 +46,7 @@ _GROUP = ("family", "layers", "hidden", "heads", "seq", "n_devices", "tp", "pp",
 
 
 def single_node_rows(rows: Sequence[StepRow]) -> dict[str, list[StepRow]]:
-    """The timed rows on one node of each kind that may be fitted, in their order."""
+    """Return the timed rows on one node of each kind that may be fitted, in their order."""
     found: dict[str, list[StepRow]] = defaultdict(list)
     for row in rows:
         kind = re.match(r"\w+", row["device"])
@@ -65,6 +55,12 @@ def single_node_rows(rows: Sequence[StepRow]) -> dict[str, list[StepRow]]:
     return found
 
 
+# A tenth of each kind of device's rows on one node may be fitted, drawn once. The files ``splits/steps_KIND.json``
+# divide the single-node rows of a kind of device into ten folds, grouped by configuration: rows of one model, sequence,
+# layout and microbatch are on one side, whatever their batch, schedule, precision and recompute. The rows of the last
+# fold, group by group in sorted order as long as they are a tenth of the kind's rows or fewer, are for calibration; all
+# other rows, and all rows of more than one node, are for scoring only. SimuMax's rows (B200) are in no fold: nothing is
+# fitted on that kind. The files were drawn with `SEED` and committed before the first fit on their rows.
 def calibration_rows(rows: Sequence[StepRow]) -> list[StepRow]:
     """Return the published rows that may be fitted.
 
@@ -96,7 +92,7 @@ def scored_rows(rows: Sequence[StepRow]) -> list[StepRow]:
 
 
 def draw_step_splits(rows: Sequence[StepRow]) -> dict[str, Split]:
-    """The splits as they were drawn, by kind of device."""
+    """Return the splits as they were drawn, by kind of device."""
     return {
         kind: draw_split(f"steps_{kind}", [group_key(row) for row in mine], num_folds=NUM_FOLDS, seed=SEED)
         for kind, mine in sorted(single_node_rows(rows).items())
@@ -104,14 +100,14 @@ def draw_step_splits(rows: Sequence[StepRow]) -> dict[str, Split]:
 
 
 def group_key(row: StepRow) -> str:
-    """The columns of a row that keep rows together on one side of the split."""
+    """Return the columns of a row that keep rows together on one side of the split."""
     # A run of Alpa whose mesh is not stated is identified by its method.
     apart = "" if row["tp"] else row["zero_or_sharding"]
     return "|".join([*(row[name] for name in _GROUP), apart])
 
 
 def run_of(row: StepRow) -> tuple[str, ...]:
-    """The identity of a run: model, layout, batch and seconds to four digits; independent of id and notes."""
+    """Return the identity of a run: model, layout, batch and seconds to four digits; independent of id and notes."""
     try:
         seconds = f"{float(row.get('iter_time_s', '')):.4g}"
     except ValueError:
@@ -126,12 +122,6 @@ def _on_one_node(row: StepRow) -> bool:
     # Alpa's end-to-end rows are scored only.
     return int(row["n_devices"]) <= int(row["devices_per_node"] or 8) and not row["id"].startswith("alpa-e2e")
 
-
-# Predictions of which measured steps do not fit: correct for runs that ran out of memory, wrong for timed runs.
-#
-# A row is refused if what `planner.evaluate_plan` says is reserved on its fullest device is above what plans may
-# reserve (`cost.memory.MemoryLimit`) of the memory that its device states. Software may take less than all of the
-# memory. Rows that no plan expresses (`step_plans`) are not judged.
 
 _GIB = 2**30
 _OUT_OF_MEMORY = "out of memory"
@@ -157,10 +147,14 @@ class MemoryVerdicts:
         return said + (f" ({', '.join(named)})" if named else "")
 
 
+# A prediction is correct for refused runs that ran out of memory, wrong for refused runs that were timed. A row is
+# refused if the bytes that `planner.evaluate_plan` predicts to be reserved on its fullest device exceed what plans may
+# reserve (`cost.memory.MemoryLimit`) of the memory that its device states. Software may take less than all of the
+# memory. Rows that no plan expresses (`step_plans`) are not judged.
 def judge_memory(rows: Sequence[StepRow], known: Mapping[str, Found] | None = None) -> MemoryVerdicts:
-    """The verdicts on all rows that a plan expresses; a run that failed is one whose status names memory.
+    """Return the verdicts on all rows that a plan expresses; a run that failed is one whose status names memory.
 
-    ``known``: what `evaluate_steps` said of some of the rows, by their ids.
+    ``known``: what `evaluate_steps` returned for some of the rows, by their ids.
     """
     known = known or {}
     judged: list[tuple[bool, StepRow, StepCase]] = []
@@ -190,7 +184,7 @@ def judge_memory(rows: Sequence[StepRow], known: Mapping[str, Found] | None = No
 
 
 def usable_bytes(row: StepRow, case: StepCase) -> int:
-    """What may be reserved of the memory that a row states of its device, or that the kind of device has."""
+    """Return what may be reserved of the memory that a row states of its device, or that the kind of device has."""
     stated = re.search(r"-([0-9]+)GB", row["device"])
     memory_bytes = case.software.memory_share * (int(stated[1]) * _GIB if stated else case.kind.memory_bytes)
     return MemoryLimit().usable_bytes(replace(case.kind, memory_bytes=round(memory_bytes)))
@@ -228,7 +222,7 @@ class RunSet:
     note: str = ""
 
     def holds(self, case: StepCase) -> bool:
-        """Whether a case belongs here."""
+        """Return whether a case belongs here."""
         return (
             case.row_id.startswith(self.ids)
             and not case.row_id.startswith(self.without)
@@ -271,7 +265,7 @@ PARTS = (
 
 
 def predict_steps(rows: Sequence[Mapping[str, str]]) -> Predictions:
-    """Seconds of the step of every row, shape (rows,), as `plan` predicts them.
+    """Return seconds of the step of every row, shape (rows,), as `plan` predicts them.
 
     Raises MeasurementError if a row does not say enough; `step_table.read_steps` tells which ones do.
     """
@@ -289,9 +283,9 @@ def predict_steps(rows: Sequence[Mapping[str, str]]) -> Predictions:
 
 
 def score_steps(*, quick: bool = False) -> tuple[Score, ...]:
-    """Every part of the public steps, ours and the baselines on the same rows; the calibration rows in none.
+    """Score every part of the public steps: our predictions and the baselines on the same rows.
 
-    With ``quick`` one scored row in 20.
+    None of these rows is a calibration row. With ``quick`` every 20th row is scored.
     """
     rows = load_all_steps()
     scored = scored_rows(rows)[:: 20 if quick else 1]
@@ -352,7 +346,10 @@ def _name_left_out(left_out: Sequence[LeftOut]) -> str:
 
 
 def predict_by_others(cases: Sequence[StepCase], ours: Sequence[StepPrediction]) -> Floats:
-    """Seconds by a constant share of the peak, shape (cases,); each origin's is fitted on others' large models."""
+    """Return seconds by a constant share of the peak, shape (cases,).
+
+    Each origin's share is fitted on others' large models.
+    """
     shares = {}
     for origin in {case.origin for case in cases}:
         others = [

@@ -75,9 +75,9 @@ def _name_unknown(row: Row) -> list[str]:
 
 
 def read_steps(rows: Sequence[Row], lines: Sequence[int] = ()) -> tuple[list[StepCase], list[LeftOut]]:
-    """The rows that can be predicted, in their order, and those that were left out, by reason.
+    """Return the rows that can be predicted, in their order, and those that were left out, by reason.
 
-    ``lines``: where the rows stand in their file, shape (rows,); without them, one below the other from line 2 on. The
+    ``lines``: line numbers of the rows in their file, shape (rows,); by default consecutive ones from 2 on. The
     table is one that `check_steps` accepts.
     """
     cases: list[StepCase] = []
@@ -98,7 +98,7 @@ def read_steps(rows: Sequence[Row], lines: Sequence[int] = ()) -> tuple[list[Ste
 
 
 def list_reasons(left_out: Iterable[LeftOut]) -> list[str]:
-    """A line for each reason, the most frequent first; those beyond a dozen are counted."""
+    """Return a line for each reason, the most frequent first; those beyond a dozen are counted."""
     ordered = sorted(left_out, key=lambda reason: -len(reason.lines))
     more = sum(len(reason.lines) for reason in ordered[_MAX_REASONS:])
     return [*map(str, ordered[:_MAX_REASONS]), *([f"{more} left out for other reasons"] if more else [])]

@@ -122,6 +122,6 @@ def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 
 def name_parts(scores: Sequence[Score]) -> list[str]:
-    """The part of each score, with its data set before it where there are several."""
+    """Return the part of each score, with its data set before it where there are several."""
     several = len({score.dataset for score in scores}) > 1
     return [f"{score.dataset}: {score.part}" if several else score.part for score in scores]

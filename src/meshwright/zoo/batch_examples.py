@@ -22,13 +22,13 @@ def random_tokens(batch_size: int, sequence_length: int, vocabulary: int) -> tup
 
 
 def random_texts(batch_size: int, sequence_length: int, vocabulary: int) -> Batch:
-    """A batch for a decoder: `random_tokens` as inputs and targets."""
+    """Return a batch for a decoder: `random_tokens` as inputs and targets."""
     tokens, targets = random_tokens(batch_size, sequence_length, vocabulary)
     return (tokens,), (targets,)
 
 
 def random_translations(batch_size: int, sequence_length: int, target_length: int, vocabulary: int) -> Batch:
-    """A batch for encoder and decoder: tokens (batch, sequence), then `random_tokens` (batch, target)."""
+    """Return a batch for encoder and decoder: tokens (batch, sequence), then `random_tokens` (batch, target)."""
     tokens = torch.randint(vocabulary, (batch_size, sequence_length))
     decoder_tokens, targets = random_tokens(batch_size, target_length, vocabulary)
     return (tokens, decoder_tokens), (targets,)

@@ -55,7 +55,7 @@ class BERTShape:
         return math.ceil(MASKED_SHARE * self.sequence_length)
 
     def build(self) -> BERT:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return BERT(self)
 
     def batch(self) -> Batch:

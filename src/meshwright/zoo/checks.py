@@ -24,7 +24,7 @@ def check_length(family: str, sequence_length: int, most: int) -> None:
 
 
 def check_halvings(family: str, image_size: int, num_halvings: int) -> None:
-    """Raise ModelReferenceError for images that cannot be halved so often without a rest."""
+    """Raise ModelReferenceError for images that cannot be halved that many times without a remainder."""
     if image_size < 1 or image_size % 2**num_halvings:
         raise ModelReferenceError(
             f"Images of {image_size} pixels were asked for, but this {family} halves them {num_halvings} times; "

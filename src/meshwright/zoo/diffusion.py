@@ -61,7 +61,7 @@ class DDPMShape:
         check_halvings("DDPM", self.image_size, len(self.multiples) - 1)
 
     def build(self) -> DDPM:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return DDPM(self)
 
     def batch(self) -> Batch:
@@ -198,11 +198,11 @@ def sinusoids(steps_B: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Te
 
 
 def group_norm(shape: DDPMShape, width: int) -> nn.GroupNorm:
-    """The norm of all blocks."""
+    """Return the norm of all blocks."""
     return nn.GroupNorm(shape.num_groups, width, eps=NORM_EPSILON)
 
 
 def zeroed(layer: nn.Conv2d) -> nn.Conv2d:
-    """The layer with zeros as weights."""
+    """Return the layer with zeros as weights."""
     nn.init.zeros_(layer.weight)
     return layer

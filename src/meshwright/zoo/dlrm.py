@@ -46,7 +46,7 @@ class DLRMShape:
             )
 
     def build(self) -> DLRM:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return DLRM(self)
 
     def batch(self) -> Batch:

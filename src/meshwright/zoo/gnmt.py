@@ -48,7 +48,7 @@ class GNMTShape:
             raise ModelReferenceError(f"Sequences of {self.sequence_length} tokens were asked for; choose at least 1.")
 
     def build(self) -> GNMT:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return GNMT(self)
 
     def batch(self) -> Batch:

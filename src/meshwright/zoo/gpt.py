@@ -44,11 +44,11 @@ class GPTShape:
         check_length("GPT", self.sequence_length, self.context)
 
     def build(self) -> GPT:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return GPT(self)
 
     def batch(self) -> Batch:
-        """Inputs and targets: tokens (batch, sequence) each."""
+        """Return inputs and targets: tokens (batch, sequence) each."""
         return random_texts(self.batch_size, self.sequence_length, self.vocabulary)
 
     loss = staticmethod(token_cross_entropy)

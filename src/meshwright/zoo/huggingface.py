@@ -1,8 +1,8 @@
-"""Hugging Face configurations: ``config.json`` → a model to train, without weights, tokenizer or download.
+"""Hugging Face configurations: ``config.json`` → a model to train (`load_huggingface`), its batches, losses (`Task`).
 
-The file says type and sizes; transformers builds the module from it with fresh weights. Before that, the file is
-checked: nothing in it may name code to be loaded (``auto_map``), and numbers that would make transformers build lists
-or tables without end are refused.
+No weights, tokenizer or download are needed. The file says type and sizes; transformers builds the module from it with
+fresh weights. Before that, the file is checked: nothing in it may name code to be loaded (``auto_map``), and numbers
+that would make transformers build lists or tables without end are refused.
 """
 
 from __future__ import annotations
@@ -19,14 +19,6 @@ import torch
 from meshwright.spec import ModelReferenceError
 from meshwright.zoo.batch_examples import cross_entropy, random_tokens, token_cross_entropy
 
-# What a Hugging Face model is trained on: a synthetic batch and a loss for each task.
-#
-# A task is to such a model what a shape is to a model of the zoo: sizes that `replace` changes, a batch, a loss, and
-# `build`. Losses are cross-entropies of the output's ``logits``, over all tokens for text, over the classes otherwise;
-# they are computed outside of the module, in its own precision. What routers of experts add to it (``aux_loss``) is in
-# it where the configuration says ``output_router_logits``, at its ``router_aux_loss_coef``, as transformers adds it.
-# Source of the rules per task: the documentation of the classes in transformers 5, and the papers named below.
-
 # A position that no loss is taken at: the default of torch's cross_entropy.
 IGNORED = -100
 # Share of the tokens that a masked language model predicts (Devlin et al., "BERT", 2018, section 3.1).
@@ -39,6 +31,11 @@ LONGEST_BY_DEFAULT = 8192
 DEFAULT_IMAGE_SIZE = 224
 
 
+# A task has sizes that `replace` changes, a synthetic batch, a loss, and `build`, as a shape of a model of the zoo.
+# Losses are cross-entropies of the output's ``logits``, over all tokens for text, over the classes otherwise; they are
+# computed outside of the module, in its own precision. The loss of routers of experts (``aux_loss``) is added if the
+# configuration says ``output_router_logits``, at its ``router_aux_loss_coef``, as transformers adds it. Source of the
+# rules per task: the documentation of the classes in transformers 5, and the papers named below.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A model class with its configuration; subclasses say what its batches look like, and what they read of it."""
@@ -51,21 +48,21 @@ class Task:
 
     @classmethod
     def of(cls, config: Any, model_class: type) -> Task:
-        """The task in the configuration's own sizes."""
+        """Return the task in the configuration's own sizes."""
         return cls(config=config, model_class=model_class)
 
     def build(self) -> Any:
-        """The model with fresh weights, in training mode, in torch's default dtype."""
+        """Return the model with fresh weights, in training mode, in torch's default dtype."""
         model = self.model_class(copy.deepcopy(self.config))
         model.train()
         return model
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Keyword arguments of the model, and the targets of the loss."""
+        """Return keyword arguments of the model, and the targets of the loss."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of all tokens."""
+        """Return the mean cross-entropy of all tokens."""
         return token_cross_entropy(outputs.logits, targets)
 
 
@@ -104,12 +101,12 @@ class CausalLanguageModel(_Sequences):
     """Predict the next token."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Tokens (batch, sequence), and the same moved by one."""
+        """Return tokens (batch, sequence), and the same shifted by one."""
         tokens, targets = self._tokens()
         return {"input_ids": tokens}, (targets,)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of all tokens; with the routers' loss where the configuration has it made."""
+        """Return the mean cross-entropy of all tokens, with the routers' loss if the configuration asks for it."""
         found = token_cross_entropy(outputs.logits, targets)
         routers = getattr(outputs, "aux_loss", None) if getattr(self.config, "output_router_logits", False) else None
         return found if routers is None else found + self.config.router_aux_loss_coef * routers
@@ -120,7 +117,7 @@ class MaskedLanguageModel(_Sequences):
     """Predict 15 % of the tokens from the others: the same number in every sample, so that any batch has a loss."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Tokens (batch, sequence), and what stands at the masked places, `IGNORED` elsewhere."""
+        """Return tokens (batch, sequence), and the original tokens at the masked places, `IGNORED` elsewhere."""
         tokens, _ = self._tokens()
         num_masked = max(1, round(MASKED_SHARE * self.sequence_length))
         masked = torch.rand(tokens.shape).argsort(dim=1) < num_masked
@@ -134,11 +131,11 @@ class SequenceClassifier(_Sequences):
     """One class per sequence of tokens."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Tokens (batch, sequence) and classes (batch,)."""
+        """Return tokens (batch, sequence) and classes (batch,)."""
         return {"input_ids": self._tokens()[0]}, (torch.randint(self.config.num_labels, (self.batch_size,)),)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of the samples."""
+        """Return the mean cross-entropy of the samples."""
         return cross_entropy(outputs.logits, targets)
 
 
@@ -147,7 +144,7 @@ class SequenceToSequence(_Sequences):
     """Encoder and decoder read sequences of one length; the decoder reads its targets, moved behind a start token."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Tokens and the decoder's tokens (batch, sequence), and the decoder's targets."""
+        """Return tokens and the decoder's tokens (batch, sequence), and the decoder's targets."""
         tokens, _ = self._tokens()
         targets, _ = self._tokens()
         return {"input_ids": tokens, "decoder_input_ids": self._behind_start(targets)}, (targets,)
@@ -162,7 +159,7 @@ class SpeechToText(SequenceToSequence):
     """Whisper's task: a spectrogram of fixed length in, tokens out (Radford et al., "Whisper", 2022, section 2.2)."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Spectrogram (batch, bins, frames), the decoder's tokens (batch, sequence), and the targets."""
+        """Return spectrogram (batch, bins, frames), the decoder's tokens (batch, sequence), and the targets."""
         # The second convolution halves the number of frames.
         frames = 2 * self.config.max_source_positions
         targets, _ = self._tokens()
@@ -189,14 +186,14 @@ class VisionClassifier(Task):
 
     @classmethod
     def of(cls, config: Any, model_class: type) -> VisionClassifier:
-        """The task with images of the configuration's size, or of `DEFAULT_IMAGE_SIZE`."""
+        """Return the task with images of the configuration's size, or of `DEFAULT_IMAGE_SIZE`."""
         size = getattr(config, "image_size", None)
         return cls(
             config=config, model_class=model_class, image_size=size if isinstance(size, int) else DEFAULT_IMAGE_SIZE
         )
 
     def build(self) -> Any:
-        """The model with fresh weights, in training mode, for images of this size."""
+        """Return the model with fresh weights, in training mode, for images of this size."""
         config = copy.deepcopy(self.config)
         if hasattr(config, "image_size"):
             config.image_size = self.image_size
@@ -205,17 +202,17 @@ class VisionClassifier(Task):
         return model
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Images (batch, channels, size, size) and classes (batch,)."""
+        """Return images (batch, channels, size, size) and classes (batch,)."""
         images = torch.randn(self.batch_size, self.config.num_channels, self.image_size, self.image_size)
         return {"pixel_values": images}, (torch.randint(self.config.num_labels, (self.batch_size,)),)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of the samples."""
+        """Return the mean cross-entropy of the samples."""
         return cross_entropy(outputs.logits, targets)
 
 
 def _positions(config: Any) -> int | None:
-    """How many positions the model has for text; None where they are relative (XLNet says -1)."""
+    """The number of positions that the model has for text; None if they are relative (-1 in XLNet)."""
     given = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
     return next((value for value in given if isinstance(value, int) and value > 0), None)
 
@@ -254,7 +251,7 @@ _NO_COUNT = re.compile(r"theta|base|seed")
 
 
 def load_huggingface(data: dict[str, Any], where: str) -> Task:
-    """The task of a configuration, ready for `batch` and `build`; ``where`` names the file in errors.
+    """Return the task of a configuration, ready for `batch` and `build`; ``where`` names the file in errors.
 
     Raises ModelReferenceError if transformers is missing, or refuses the configuration, or has no task for it.
     """
@@ -268,7 +265,7 @@ def load_huggingface(data: dict[str, Any], where: str) -> Task:
 
 
 def make_huggingface(task: Task, where: str, *, fake: bool) -> tuple[Any, Any, Any]:
-    """Module, inputs and targets of a task; ``fake`` says that they are built as fake tensors.
+    """Return module, inputs and targets of a task; ``fake`` says that they are built as fake tensors.
 
     Raises ModelReferenceError with transformers' own message if they cannot be built.
     """

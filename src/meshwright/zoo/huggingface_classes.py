@@ -62,7 +62,7 @@ def quiet_offline() -> Iterator[None]:
 
 
 def build_unallocated(task: Task) -> Any:
-    """The task's model as fake CPU tensors, inside a FakeTensorMode.
+    """Return the task's model as fake CPU tensors, inside a FakeTensorMode.
 
     It is built on device "meta", as transformers does before it loads weights: there, unlike under fake tensors, no
     initial weight is drawn, and numbers that ``__init__`` reads off a tensor (rates of drop paths) are real.
@@ -75,7 +75,7 @@ def build_unallocated(task: Task) -> Any:
 
 
 def make_config(data: dict[str, Any], where: str) -> Any:
-    """The configuration's own class, made from the data; whatever it raises goes to the caller."""
+    """Return the configuration's own class, made from the data; whatever it raises goes to the caller."""
     kind = data["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise ModelReferenceError(
@@ -86,7 +86,7 @@ def make_config(data: dict[str, Any], where: str) -> Any:
 
 
 def find_task(config: Any, where: str) -> tuple[type[Task], type]:
-    """The task of a configuration and the class that is trained on it.
+    """Return the task of a configuration and the class that is trained on it.
 
     ``architectures`` decides if it names such a class; a bare model (``GPT2Model``) or no name at all gives the usual
     class of the type. Raises ModelReferenceError for a task that is not known here.

@@ -69,7 +69,7 @@ class RotaryShape:
         return self.width // self.num_heads
 
     def batch(self) -> Batch:
-        """Inputs and targets: tokens (batch, sequence) each."""
+        """Return inputs and targets: tokens (batch, sequence) each."""
         return random_texts(self.batch_size, self.sequence_length, self.vocabulary)
 
 
@@ -78,7 +78,7 @@ class LlamaShape(RotaryShape):
     """The size of a Llama."""
 
     def build(self) -> Llama:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return Llama(self)
 
     loss = staticmethod(token_cross_entropy)
@@ -99,7 +99,7 @@ class RotaryDecoder(nn.Module):
                 nn.init.normal_(parameter, std=INITIAL_DEVIATION)
 
     def rotations(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for the places of these tokens."""
+        """Return cosines and sines for the places of these tokens."""
         return rotary_tables(tokens_BT.shape[1], self.head_width, self.rope_base, tokens_BT.device)
 
 
@@ -175,7 +175,7 @@ class GatedMLP(nn.Module):
 def rotary_tables(
     sequence_length: int, head_width: int, base: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of position × base^(-2i / width): two float32 tensors (sequence, width / 2)."""
+    """Return cosines and sines of position × base^(-2i / width): two float32 tensors (sequence, width / 2)."""
     exponents_K = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     positions_T = torch.arange(sequence_length, device=device, dtype=torch.float32)
     angles_TK = torch.outer(positions_T, base**-exponents_K)

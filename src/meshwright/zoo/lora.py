@@ -46,7 +46,7 @@ class LoRAShape(LlamaShape):
                 )
 
     def build(self) -> Llama:
-        """The model, with fresh weights; only its adapters require gradients."""
+        """Return the model, with fresh weights; only its adapters require gradients."""
         return add_adapters(Llama(self), self)
 
 

@@ -49,7 +49,7 @@ class MixtralShape(RotaryShape):
             )
 
     def build(self) -> Mixtral:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return Mixtral(self)
 
     @staticmethod
@@ -158,5 +158,5 @@ class Experts(nn.Module):
 
 
 def capacity(num_tokens: int, num_experts: int, num_chosen: int, factor: float) -> int:
-    """Places of one expert for one sequence."""
+    """Return places of one expert for one sequence."""
     return min(num_tokens, math.ceil(factor * num_chosen * num_tokens / num_experts))

@@ -1,6 +1,6 @@
 """Models from a user's own file: run ``function`` of ``path/to/file.py`` and check what it returns.
 
-How the file is run stands in `spec.own_code`. Whatever it raises becomes one paragraph with its own message and line.
+`spec.own_code` describes how the file is run. Any exception becomes one paragraph with its own message and line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPECTED = "(module, batch) or (module, (inputs, targets), loss)"
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """The callable ``name`` of the Python file at ``path``; raises ModelReferenceError."""
+    """Return the callable ``name`` of the Python file at ``path``; raises ModelReferenceError."""
     return own_code.load_function(path, name, expected=f"returns {EXPECTED}", error=ModelReferenceError)
 
 
@@ -150,7 +150,7 @@ def _wrong_result(where: str, what: str) -> ModelReferenceError:
 
 
 def describe(value: Any) -> str:
-    """What a value is, in a few words."""
+    """Return what a value is, in a few words."""
     if value is None:
         return "None"
     text = type(value).__name__

@@ -138,7 +138,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def building(*, fake: bool) -> Any:
-    """The mode to build under: none, or a FakeTensorMode that allows what torch.export allows."""
+    """Return the mode to build under: none, or a FakeTensorMode that allows what torch.export allows."""
     if not fake:
         return nullcontext()
     return FakeTensorMode(
@@ -174,7 +174,7 @@ def _load_from_file(
 
 
 def as_fake(batch: Any, mode: FakeTensorMode) -> Any:
-    """The batch with its tensors as fake tensors of the mode."""
+    """Return the batch with its tensors as fake tensors of the mode."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
@@ -183,7 +183,7 @@ def as_fake(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 def run_fake(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Any:
-    """Outputs of the model as fake tensors, with gradients, as in training; the model and random state stay."""
+    """Return outputs of the model as fake tensors, with gradients, as in training; the model and random state stay."""
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     arguments, keywords = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     with mode, torch.enable_grad(), warnings.catch_warnings():

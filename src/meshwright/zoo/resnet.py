@@ -54,7 +54,7 @@ class ResNetShape:
             )
 
     def build(self) -> ResNet:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return ResNet(self)
 
     def batch(self) -> Batch:
@@ -152,7 +152,7 @@ class BottleneckBlock(nn.Module):
 
 
 def shortcut(num_inputs: int, num_outputs: int, stride: int) -> nn.Module:
-    """The identity where the sizes allow it, else a normed 1×1 convolution (option B of the paper)."""
+    """Return the identity where the sizes allow it, else a normed 1×1 convolution (option B of the paper)."""
     if stride == 1 and num_inputs == num_outputs:
         return nn.Identity()
     return nn.Sequential(

@@ -51,16 +51,16 @@ def call_forward(model: nn.Module, inputs: tuple[Any, ...] | dict[str, Any]) -> 
 
 
 def first_tensor(batch: Any) -> torch.Tensor:
-    """The first tensor of a batch with at least one dim; there is one in every ModelSource."""
+    """Return the first tensor of a batch with at least one dim; there is one in every ModelSource."""
     return next(item for item in pytree.tree_leaves(batch) if isinstance(item, torch.Tensor) and item.ndim)
 
 
 def mean_square_loss(outputs: Any) -> torch.Tensor:
-    """The stand-in loss: the mean over the floating outputs of each one's mean square."""
+    """Return the stand-in loss: the mean over the floating outputs of each one's mean square."""
     floating = [item for item in pytree.tree_leaves(outputs) if is_floating_tensor(item)]
     return torch.stack([item.square().mean() for item in floating]).mean()
 
 
 def is_floating_tensor(item: Any) -> bool:
-    """Whether a value is a tensor of a real floating dtype."""
+    """Return whether a value is a tensor of a real floating dtype."""
     return isinstance(item, torch.Tensor) and item.is_floating_point()

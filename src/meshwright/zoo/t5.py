@@ -65,7 +65,7 @@ class T5Shape:
             )
 
     def build(self) -> T5:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return T5(self)
 
     def batch(self) -> Batch:
@@ -124,7 +124,7 @@ class RelativeBias(nn.Module):
         return bias_1HTT.masked_fill(ahead_TT > 0, -torch.inf) if self.causal else bias_1HTT
 
     def buckets(self, ahead_TT: torch.Tensor) -> torch.Tensor:
-        """The bucket of each distance (key's place minus query's)."""
+        """Return the bucket of each distance (key's place minus query's)."""
         num_buckets = self.num_buckets
         first_TT, distance_TT = torch.zeros_like(ahead_TT), (-ahead_TT).clamp(min=0)
         if not self.causal:

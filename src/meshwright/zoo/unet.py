@@ -41,7 +41,7 @@ class UNetShape:
         check_halvings("U-Net", self.image_size, self.num_levels)
 
     def build(self) -> UNet:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return UNet(self)
 
     def batch(self) -> Batch:

@@ -44,7 +44,7 @@ class VGGShape:
             )
 
     def build(self) -> VGG:
-        """The model, with fresh weights."""
+        """Return the model, with fresh weights."""
         return VGG(self)
 
     def batch(self) -> Batch:

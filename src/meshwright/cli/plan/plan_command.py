@@ -1,6 +1,8 @@
-"""``meshwright plan``: search the space of plans.
+"""``meshwright plan``: search the space of plans that the options allow.
 
-With ``--rewrite`` the graph is also rewritten, and the plan for the faster of both graphs is kept.
+With ``--rewrite`` the graph is also rewritten, and the plan for the faster of both graphs is kept. ``--method
+flexflow`` also finds a strategy of the SOAP space, as a placement (`find_strategy`). `read_choices` reads what plans
+may choose.
 """
 
 from __future__ import annotations
@@ -62,15 +64,13 @@ if TYPE_CHECKING:
     from meshwright.spec import Cluster, EventSink, Graph, Placement, Plan
 
 
-# What ``meshwright plan --method flexflow`` finds beside plans: a strategy of the SOAP space, as a placement.
-
 # Simulated proposals without a deadline.
 NUM_PROPOSALS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """The best strategy, its simulation as a placement, and the reason if it cannot run as one."""
+    """The best strategy of the SOAP space, its simulation as a placement, and the reason if it cannot run as one."""
 
     result: SoapResult
     plan_s: float
@@ -127,9 +127,9 @@ class Strategy:
 
 
 def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) -> Strategy | str:
-    """Search the strategies of the plans' problem and write the best one, or the reason why there is no strategy.
+    """Search the strategies of the plans' problem and write the best one, or the reason why no strategy was found.
 
-    With a deadline, in half of it.
+    The search takes half of a deadline, if there is one.
     """
     from meshwright.planner.methods.flexflow import search_soap, soap_space
 
@@ -207,11 +207,8 @@ def _shown(row: dict[str, Any]) -> tuple[tuple[str, ...], str]:
     return tuple("×".join(items) for items in degrees.values()), ", ".join(map(str, row["devices"]))
 
 
-# What ``meshwright plan`` lets plans choose among: the whole space, less what options restrict.
-
-
 def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts: tuple[int, ...]) -> Choices:
-    """What plans may choose among: the whole space if the method covers it, less what options exclude."""
+    """Return what plans may choose among: the whole space if the method covers it, less what options exclude."""
     from meshwright.planner import whole_space
     from meshwright.planner.adoption import DEFAULT_CHUNKS
     from meshwright.planner.methods import OPEN_METHODS
@@ -251,7 +248,7 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
 
 
 def closes_space(request: PlanRequest) -> bool:
-    """Whether a named schedule lacks bounds in the grid, so that only what options name is searched."""
+    """Return whether a named schedule has no bounds in the grid, so that only what options name is searched."""
     from meshwright.planner.methods import OPEN_METHODS
     from meshwright.planner.methods.grid.cover import FLIGHTS
 
@@ -259,7 +256,7 @@ def closes_space(request: PlanRequest) -> bool:
 
 
 def remark_on_schedules() -> str:
-    """The explanation of `closes_space` for people."""
+    """Return the explanation of `closes_space` for people."""
     from meshwright.planner.methods.grid.cover import FLIGHTS
 
     return (
@@ -392,7 +389,7 @@ def _why_eager(plans: Plans, graph_for: GraphFor) -> list[str]:
 
 
 def make_problem(request: PlanRequest, graph_for: GraphFor) -> Problem:
-    """The problem that a request describes. Raises for an invalid request, before anything is searched."""
+    """Return the problem that a request describes. Raises for an invalid request, before anything is searched."""
     from meshwright.planner import Problem, within_budget
 
     machine = request.machine
@@ -461,7 +458,7 @@ def plan_rewritten(
     graphs: Callable[..., Callable[[int], Graph]],
     machine: Cluster,
 ) -> tuple[Plans, Callable[[int], Graph], list[str]]:
-    """The better plans of both graphs, their graph, and a sentence about the comparison.
+    """Return the better plans of both graphs, their graph, and a sentence about the comparison.
 
     ``graphs`` returns the graph by microbatch size; with ``target``, that of the rewritten model.
     """
@@ -485,6 +482,6 @@ def plan_rewritten(
 
 
 def mark_rewritten(plans: Plans, kind: str) -> Plans:
-    """The plans of a graph that was rewritten for a kind of device, each marked so."""
+    """Return the plans of a graph that was rewritten for a kind of device, each marked so."""
     ranked = tuple(replace(item, plan=replace(item.plan, rewritten=kind)) for item in plans.ranked)
     return replace(plans, ranked=ranked)

@@ -1,4 +1,4 @@
-"""Output of ``meshwright plan`` for the plans found: orders, files, a page, and what it prints."""
+"""Output of ``meshwright plan``: plan, script, page and tables; placements (``--method place``); found orders."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from meshwright.planner import Plans, Shares
     from meshwright.simulator import OwnOrder
     from meshwright.spec import Graph
-
-
-# ``meshwright plan --method place``, and what the other verbs print of the placement that it writes.
 
 
 def place_ops(request: PlanRequest) -> None:
@@ -120,9 +117,6 @@ def _read_fixed(text: str) -> tuple[str, int]:
     return name, int(rank)
 
 
-# What ``meshwright plan`` writes: the plan, and the script that starts it.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFiles:
     """Paths of the plan and its script; None if not written. ``slurm``: the script is for sbatch."""
@@ -133,7 +127,10 @@ class PlanFiles:
 
 
 def files_to_write(model: str, out: Path | None, launch: Path | None, slurm: bool) -> PlanFiles:
-    """Turn the options into paths, before anything is computed. Raises PlanError for options that conflict."""
+    """Turn the options into paths of the plan and its script, before anything is computed.
+
+    Raises PlanError for options that conflict.
+    """
     if out is not None and out.suffix and slurm and launch is None:
         raise PlanError(
             f"--slurm was given, but --out {out} names the plan's file alone. Add --launch launch.sbatch, or give "
@@ -159,7 +156,7 @@ def files_to_write(model: str, out: Path | None, launch: Path | None, slurm: boo
 
 
 def no_files(model: str) -> str:
-    """A hint for a user who asked for no file."""
+    """Return a hint for a user who asked for no file."""
     if is_stored_graph(model):
         return "No file was asked for: --out plan.json writes the plan."
     return "No file was asked for: --out FOLDER writes the plan and the script that starts it."
@@ -198,7 +195,7 @@ class PlanPlaces(NamedTuple):
 def order_best(
     plans: Plans, graph_for: Callable[[int], Graph], cost: CostModel, request: PlanRequest
 ) -> tuple[Plans, list[str]]:
-    """The plans with the best one first, now in a found order, which is written; and remarks on it."""
+    """Search an order for the best plan; return the plans with it first, in the found order, and remarks."""
     from meshwright.planner import find_order
     from meshwright.planner.search import find_front
     from meshwright.program import unlower_plan
@@ -227,7 +224,7 @@ def order_best(
 def exchange_best(
     plans: Plans, graph_for: Callable[[int], Graph], cost: CostModel, request: PlanRequest, order: OwnOrder
 ) -> tuple[Plans, list[str]]:
-    """The plans with the best one first, whose gradients now leave in the user's order; and remarks on it."""
+    """Return the plans with the best one first, whose gradients now leave in the user's order; and remarks on it."""
     from meshwright.planner import follow_own_order
 
     best = plans.best

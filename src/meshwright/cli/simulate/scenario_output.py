@@ -1,4 +1,4 @@
-"""``meshwright simulate --scenario``: the effect of a scenario, compared with the same plan without it."""
+"""Output of ``meshwright simulate`` with ``--scenario`` (beside the plan without it) and with ``--sweep``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_scenarios(references: Sequence[str] | None) -> Scenario:
 
 
 def planner_for(plan: Plan | Placement, graph: Graph) -> Replan | None:
-    """The function that replans if a scenario loses devices; None for a placement of every op."""
+    """Return the function that replans if a scenario loses devices; None for a placement of every op."""
     from meshwright.planner import replan_seconds
     from meshwright.spec import Placement
 
@@ -115,8 +115,6 @@ def _signed(share: float) -> str:
     return f"{'+' if share > 0 else '−'} {format_percent(abs(share))}"
 
 
-# ``meshwright simulate --sweep``: every combination of some parameters, as a table, a CSV file and a plot.
-
 # Columns of the terminal's table: the first line of which some column has a figure; its first column is drawn.
 _SHOWN = (
     ("run_s", "run_computing_share", "interval_s", "price_of_run"),
@@ -126,6 +124,7 @@ _SHOWN = (
 _NO_COLUMN = ("error",)
 
 
+# ``--sweep`` simulates every combination of some parameters, as a table, a CSV file and a plot.
 def put_sweep(
     sweep: Sweep,
     title: str,
@@ -185,7 +184,7 @@ def _print_cases(
 
 
 def write_csv(sweep: Sweep) -> str:
-    """The cases as CSV: a line of names, then a line for each case; all digits, empty for missing values."""
+    """Return the cases as CSV: a line of names, then a line for each case; all digits, empty for missing values."""
     names = [*(parameter.name for parameter in sweep.parameters), *sweep.figures]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -1,4 +1,8 @@
-"""``meshwright simulate DEPLOYMENT``: models served under deadlines, on a virtual clock."""
+"""``meshwright simulate DEPLOYMENT``: models served under deadlines on a virtual clock; ``--place`` places them first.
+
+Queries of models that depend on each other have their deadline split over their calls; trunks are shared
+(`joint_rows`).
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,6 @@ if TYPE_CHECKING:
     from meshwright.serving.batching import Equation
     from meshwright.spec import Trunk
 
-
-# ``meshwright simulate DEPLOYMENT --place``: which devices hold which models, and their share of answers in time.
 
 _SHOWN_NAMES = 6
 
@@ -145,11 +147,10 @@ def _shorten(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-# Models of a deployment that depend on each other: the deadline of a query, split over its calls; shared trunks.
-
-
 def joint_rows(deployment: Deployment, scale: float = 1.0) -> dict[str, list[dict[str, Any]]]:
-    """Rows of ``queries`` and of ``trunks`` at a scale of their rates, if there are any.
+    """Return rows of ``queries`` and of ``trunks`` at a scale of their rates, if there are any.
+
+    The deadline of a query is split over its calls; models share trunks.
 
     None for devices where no number suffices.
     """
@@ -158,7 +159,7 @@ def joint_rows(deployment: Deployment, scale: float = 1.0) -> dict[str, list[dic
 
 
 def describe_joint(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[Any]:
-    """A table of all calls, and a sentence for each query and trunk."""
+    """Return a table of all calls, and a sentence for each query and trunk."""
     from meshwright.report import make_table
 
     queries, trunks = rows.get("queries", ()), rows.get("trunks", ())
@@ -240,7 +241,7 @@ _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
 
 
 def is_deployment(path: Path) -> bool:
-    """Whether a file is a deployment; a TOML file without a kind is taken as one."""
+    """Return whether a file is a deployment; a TOML file without a kind is taken as one."""
     if path.suffix == ".toml":
         return document_kind(read_data(path)) in (_KIND, None)
     if not (path.is_file() and _KIND.encode() in read_regular(path, MAX_DOCUMENT_BYTES)):

@@ -1,4 +1,7 @@
-"""``meshwright simulate``: run a plan, a placement or a deployment on the virtual clock."""
+"""``meshwright simulate``: run a plan, a placement or a deployment on the virtual clock.
+
+With ``--explain``, show the critical path of a step and what would make it shorter (`explain_bounds`).
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,10 @@ if TYPE_CHECKING:
     from meshwright.spec.scenario import Scenario
 
 
-# Output of `simulate --explain`: the critical path of a step, and what would make it shorter.
-
-
 def explain_bounds(
     plan: Plan | Placement, graph: Graph, machine: Cluster, cost: CostModel, contention: Contention
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Rows for JSON and renderables for people."""
+    """Return the critical path of a step and what would make it shorter: rows for JSON and renderables for people."""
     from meshwright.report import explanation_rows, explanation_table
     from meshwright.simulator import SHORTER, explain_step
 

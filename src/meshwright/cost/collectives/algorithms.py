@@ -1,5 +1,6 @@
-"""The traffic of collectives: steps, and bytes through the busiest port for each byte of the full tensor.
+"""Collectives: traffic and steps of algorithms, best rings and trees on a graph of links, and topologies of nodes.
 
+`port_share` and `count_steps` give the bytes through the busiest port for each byte of the full tensor, and the steps.
 The full tensor is the input of an all-reduce, the output of an all-gather, the input of a reduce-scatter, and the
 tensors of all ranks of an all-to-all together. n ranks on N nodes, r = n/N of them on each, G groups through each NIC,
 L rings or trees over the links of a node at once (1 where each device has one port to a switch):
@@ -48,19 +49,6 @@ if TYPE_CHECKING:
     from meshwright.spec import Cluster
 
 
-# Rings and trees on the graph of links: the best order of the ranks, whatever their numbers.
-#
-#     best_ring   the Hamiltonian cycle whose slowest link is fastest: exact up to `MAX_EXACT` ranks (bisection over the
-#                 smallest bandwidth; whether a cycle exists, by Held and Karp's sets); with more ranks, or if equally
-#                 fast, by joining the clusters of the maximum spanning tree, which visits each host once
-#     best_tree   the spanning tree whose slowest link is fastest: a maximum spanning tree (Prim)
-#     count_rings how many directed rings links of equal speed hold at once: each cycle is used in both directions
-#     count_trees how many spanning trees they hold at once: min over partitions P of the ranks of ⌊links between parts
-#     /
-#                 (|P| - 1)⌋ (Nash-Williams and Tutte, 1961)
-#
-# Links are a symmetric matrix, 0 without a link: bandwidths in bytes/s, or numbers of parallel links.
-
 MAX_EXACT = 12
 
 
@@ -79,10 +67,14 @@ def link_matrix(cluster: Cluster, ranks: Sequence[int]) -> Floats:
     return links
 
 
+# A ring is a Hamiltonian cycle. The best one is exact up to `MAX_EXACT` ranks: by bisection over the smallest
+# bandwidth, where Held and Karp's sets decide whether a cycle exists. With more ranks, or among equally fast rings, the
+# clusters of the maximum spanning tree are joined, which visits each host once.
 def best_ring(links: Floats) -> tuple[int, ...]:
-    """Return an order of the ranks, from 0, whose ring has the fastest slowest link; ``links`` of shape (n, n).
+    """Return an order of the ranks, from 0, whose ring has the fastest slowest link.
 
-    Raises ClusterError for a matrix that is not square, not symmetric, or has negative bandwidths.
+    ``links``: bandwidths between all pairs, shape (n, n), 0 without a link. Raises ClusterError for a matrix that is
+    not square, not symmetric, or has negative bandwidths.
     """
     _check(links)
     count = len(links)
@@ -111,7 +103,10 @@ def ring_bottleneck(links: Floats, order: tuple[int, ...]) -> float:
 
 
 def best_tree(links: Floats) -> tuple[int, ...]:
-    """Return the parent of every rank (the root 0 is its own) in a spanning tree with the fastest slowest link."""
+    """Return the parent of every rank (the root 0 is its own) in a spanning tree with the fastest slowest link.
+
+    This is a maximum spanning tree (Prim).
+    """
     _check(links)
     count = len(links)
     parents, reach = np.zeros(count, int), links[0].copy()
@@ -144,8 +139,8 @@ def count_trees(links: NDArray[np.int64]) -> int:
     """Return the largest number of edge-disjoint spanning trees.
 
     ``links[i, j]``, shape (n, n), is the number of equal links between ranks i and j. The result is 0 if the ranks are
-    not connected. It is exact (Tutte and Nash-Williams): every partition of the ranks is tried. Raises ClusterError for
-    more than eight ranks.
+    not connected. It is exact: the minimum over all partitions P of the ranks of ⌊links between parts / (|P| - 1)⌋
+    (Nash-Williams and Tutte, 1961). Raises ClusterError for more than eight ranks.
     """
     _check(links)
     count = len(links)
@@ -261,16 +256,15 @@ def _most_disjoint(free: NDArray[np.int64], cycles: list[tuple[int, ...]], start
     return best
 
 
-# Links between the devices of one node that differ between pairs: data files with their sources.
-#
 # A node with all devices on one switch has no topology: every group has the same links. If links are counted per pair,
-# a group has the number of rings that its own links can close; if they close none, the number of trees that they hold;
-# if they do not connect the group, its messages cross the host, at ``host_share`` of the bandwidth of one link.
-
-
+# a group has the number of rings that its own links can close. If they close none, it has the number of trees that they
+# hold. If they do not connect the group, its messages cross the host, at ``host_share`` of the bandwidth of one link.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Parallel links between each pair of a node's devices: a symmetric matrix of counts."""
+    """Numbers of parallel links between each pair of a node's devices: a symmetric matrix.
+
+    Shipped data files hold them with their sources.
+    """
 
     name: str
     source: str

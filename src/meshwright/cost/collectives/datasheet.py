@@ -1,6 +1,7 @@
-"""Seconds of a collective from the figures of the links only: the fastest algorithm and protocol for each size.
+"""Seconds of a collective from datasheet figures: the fastest algorithm and protocol for each size; and intervals.
 
-n ranks on N nodes, r on each of them; α_d, B_d of the links inside, α_n of the NICs, and B_n bytes per second out of a
+`quote_collective` gives the options of a collective, `datasheet_scale` and `bound_cost` the interval of the result. n
+ranks on N nodes, r on each of them; α_d, B_d of the links inside, α_n of the NICs, and B_n bytes per second out of a
 node: all its NICs that the group can use, shared with concurrent groups, or, between racks, their uplinks if these are
 slower. S bytes of the full tensor; the shares of S that pass a port are those of `port_share`.
 
@@ -10,7 +11,7 @@ slower. S bytes of the full tensor; the shares of S that pass a port are those o
 
 Devices without NCCL (no compute capability: CPUs) have only gloo's ring. A ring is ordered so that it crosses each node
 once, whatever the order of the ranks (`best_ring` on this graph), and enters a node through up to one NIC per rank
-there. Either of inside and across may be the faster.
+there. The links inside or those across may be the faster ones.
 
 Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
 
@@ -48,17 +49,15 @@ if TYPE_CHECKING:
     from meshwright.spec import Cluster, Node
 
 
-# Errors of datasheet costs of collectives: factors that contain 80 % of measurements on public clusters.
+# The interval of a datasheet cost t is, with factors by op that contain 80 % of measurements on public clusters,
 #
 #     t₀·[low, high] of latency + (t - t₀)·[low, high] of bandwidth,     t₀ the cost of the smallest message
 #
-# by op. The document ``cost/models/collectives.json`` holds the factors fitted by `validation.collectives`: ``inside``
-# one node on NVIDIA devices of several kinds with equal weights; ``across`` nodes on the only public cluster, V100s
-# with a NIC of 25 Gbit/s per node, where small messages take ten times the datasheet's time. An op without measurements
-# has the widest factors of the others. Devices without NCCL have factors of a half to two, the range within which rules
-# of thumb agree; they were not measured.
-
-
+# The document ``cost/models/collectives.json`` holds the factors fitted by `validation.collectives`: ``inside`` one
+# node on NVIDIA devices of several kinds with equal weights; ``across`` nodes on the only public cluster, V100s with a
+# NIC of 25 Gbit/s per node, where small messages take ten times the datasheet's time. An op without measurements has
+# the widest factors of the others. Devices without NCCL have factors of a half to two, the range within which rules of
+# thumb agree; they were not measured.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasheetErrors:
     """Factors by op; ``rows_sha256`` is the hash of the hashes of the rows that they were fitted on.
@@ -87,7 +86,7 @@ class DatasheetErrors:
 
 
 def bound_cost(seconds: Floats, latency_s: float | Floats, scale: ErrorScale) -> tuple[Floats, Floats]:
-    """Return the lower and upper end of the interval of datasheet costs, by the module's formula (same shape)."""
+    """Return the lower and upper end of the interval of datasheet costs (same shape); formula at `DatasheetErrors`."""
     wire = seconds - latency_s
     return (
         latency_s * scale.latency.low + wire * scale.bandwidth.low,
@@ -115,7 +114,7 @@ def datasheet_scale(op: CollectiveOp, *, by_nccl: bool, across: bool) -> ErrorSc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """The slowest of the links that a group uses: seconds and bytes per second inside a node and out of one."""
+    """The slowest links that a group uses: seconds and bytes per second inside a node and out of one."""
 
     inside_s: float
     inside_bytes_per_s: float
@@ -123,7 +122,7 @@ class Ways:
     across_bytes_per_s: float
 
     def through(self, protocol: Protocol) -> Ways:
-        """Return the same links, used by a protocol."""
+        """Return the same links as a protocol uses them."""
         return Ways(
             inside_s=self.inside_s * protocol.inside_latency_share,
             inside_bytes_per_s=self.inside_bytes_per_s * protocol.bandwidth_share,
@@ -142,7 +141,7 @@ _PARTS_INSIDE: dict[CollectiveOp, tuple[CollectiveOp, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tariff:
-    """The options of a collective: a latency and seconds per byte of the full tensor each, both of shape (options,).
+    """The options of a collective: latency and seconds per byte of the full tensor, both of shape (options,).
 
     ``by_nccl``: whether the devices use NCCL.
     """
@@ -282,7 +281,7 @@ def _busiest(ways: Ways, within: float, outward: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """A protocol: seconds to start, and its shares of a link's best latency and bandwidth."""
+    """A protocol of NCCL: seconds to start, and its shares of a link's best latency and bandwidth."""
 
     name: str
     base_s: float

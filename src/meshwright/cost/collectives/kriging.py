@@ -1,4 +1,4 @@
-"""Seconds between measured sizes of many series at once: kriging over similar series.
+"""Seconds between measured sizes: kriging over similar series (`interpolate`), and curves of rows (`draw_series`).
 
     t = w·(1 + y),  w = α + β·x     the line of all series of the layout, α, β ≥ 0, least squares of relative errors
     cov(y, y') = (a·a' + b·b')·e^(-|Δ log₂ x| / 12)·(σ₁²·[same layout] + σ₂²·[same series] + σ₃²·s) + (…)·σ₄²·s'
@@ -13,8 +13,8 @@ closed form), and the best `NUM_KEPT` are averaged; the same draws are used for 
 weight of a straight line between the neighbours. Outside the measured sizes only the kriging is used: it returns to the
 line of the layout.
 
-Sources: Cressie, Statistics for Spatial Data (1993), 3.2; leaving out in closed form: Dubrule, Mathematical Geology
-15 (1983).
+Sources: Cressie, Statistics for Spatial Data (1993), 3.2; leaving out in closed form: Dubrule, Mathematical Geology 15
+(1983).
 """
 
 from __future__ import annotations
@@ -278,7 +278,13 @@ def _draws() -> list[Covariance]:
     ]
 
 
-# From measured sizes to curves: one kriging of all series of an op, evaluated once on a grid of sizes.
+PER_OCTAVE = 4
+_CELLS_PER_OCTAVE = 8
+# Octaves beyond the measured sizes for which the kriging is used; further out it is the last slope.
+_BEYOND = 4
+
+
+# One kriging of all series of an op is evaluated once on a grid of sizes:
 #
 #     series   the rows of an op with equal place, dtype and number of concurrent groups; rows within an eighth of an
 #              octave count as one, with the means of their bytes and seconds
@@ -291,13 +297,6 @@ def _draws() -> list[Covariance]:
 # Between measured sizes seconds may fall: collectives do so where NCCL changes the protocol, in all dtypes. Forbidding
 # this increases the error on held-out sizes of the V100 tables by 10 to 25 % with a running maximum and by 3 to 6 %
 # with isotonic regression. Beyond the measured sizes more bytes never take less.
-
-PER_OCTAVE = 4
-_CELLS_PER_OCTAVE = 8
-# Octaves beyond the measured sizes for which the kriging is used; further out it is the last slope.
-_BEYOND = 4
-
-
 def draw_series(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[tuple[Series, ...], Floats]:
     """Return the series of usable rows, and seconds of each row as if its size had been left out, shape (rows,).
 
@@ -316,7 +315,7 @@ def draw_series(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[tuple
 
 
 def number_labels(labels: Sequence[Hashable]) -> NDArray[np.int64]:
-    """Return equal numbers for equal labels, in order of appearance."""
+    """Return equal numbers for equal labels, counted from 0 in order of appearance."""
     known: dict[Hashable, int] = {}
     return np.array([known.setdefault(label, len(known)) for label in labels], np.int64)
 

@@ -1,7 +1,7 @@
 """Compiled units: the kernels into which inductor fuses ops, forward and backward, and their memory traffic.
 
     written_values      how an operator is decomposed, and the values of a unit, both passes
-    partition           which of them the backward recomputes, and all of it for one unit
+    partition           which of them the backward recomputes; all steps for one unit
     inductor_lowering   which of them are stored, and by which loops
     fused_kernels       which of these are one kernel
     unit_costs          seconds of the kernels

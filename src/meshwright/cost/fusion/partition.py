@@ -1,9 +1,9 @@
-"""Which values of a forward are kept for its backward, and which are recomputed: a minimum cut of the bytes kept.
+"""`fuse_unit`: the kernels of ops compiled together; `kept_values`: the values kept for the backward, not recomputed.
 
-Values that only the backward makes are on one side. Each other value is cut at the cost of its bytes, more the farther
-it is from the backward, and twice if it would not be stored anyway; what inductor does not compute twice (products,
-reductions, what the backward stores, and what is read on both sides of such values) is never on the backward's side
-(torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
+The choice is a minimum cut of the bytes kept. Values that only the backward makes are on one side. Each other value is
+cut at the cost of its bytes, more the farther it is from the backward, and twice if it would not be stored anyway. What
+inductor does not compute twice is never on the backward's side: products, reductions, what the backward stores, and
+what is read on both sides of such values (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
 """
 
 from __future__ import annotations
@@ -221,9 +221,6 @@ class Flow:
                 continue
             path.append(edge)
             node = self.to[edge]
-
-
-# A unit of ops that are compiled together: its kernels, forward and backward.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Decompose a unit: the values that its ops make one after the other, forward and backward.
+"""Decompose a unit (`write_unit`): the values that its ops make one after the other, forward and backward.
 
-Autograd runs backwards in the reverse order of the ops and adds the gradients of tensors with several readers. Casts of
-autocast are values like others. An operator without a rule is one kernel per pass, which makes all outputs.
+`Maker` makes the values of one operator by its rule in the table ``rules.toml`` (`fusion_rules`). Autograd runs
+backwards in the reverse order of the ops and adds the gradients of tensors with several readers. Casts of autocast are
+values like others. An operator without a rule is one kernel per pass, which makes all outputs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Op
     from meshwright.spec.precision import Numbers
 
-
-# The values of a compiled unit, each made from others, and those that leave the unit.
 
 Shape = tuple[int, ...]
 Device = Literal["cuda", "cpu"]
@@ -76,7 +75,10 @@ class FusedValue:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Written:
-    """The values of a unit in order, first ``num_forward`` of the forward, and those that leave each pass."""
+    """The values of a unit in order, first ``num_forward`` of the forward, and those that leave each pass.
+
+    Each value is made from earlier ones.
+    """
 
     values: list[FusedValue] = field(default_factory=list)
     num_forward: int = 0
@@ -90,9 +92,6 @@ class Written:
             given = value.sort == "given" and value.backward
             late.append(given or any(late[i] for i in value.inputs))
         return late
-
-
-# Decompositions of operators that torch applies before fusion: the table ``rules.toml``, read once.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +120,10 @@ Steps = tuple[tuple[str, RuleValue], ...]
 
 @cache
 def fusion_rules() -> dict[str, tuple[Steps, Steps]]:
-    """Return the values of the forward and of the backward of every operator in the table, by name, in order."""
+    """Return the values of the forward and of the backward of every operator in the table, by name, in order.
+
+    A rule is the decomposition that torch applies before fusion.
+    """
     with resources.as_file(resources.files("meshwright.cost.fusion") / "rules.toml") as path:
         rows = decode(tuple[FusionRule, ...], read_data(path)["rules"], path.name)
     return {name: (_steps(row.forward), _steps(row.backward)) for row in rows for name in row.names.split()}
@@ -150,8 +152,6 @@ def _made(node: ast.expr) -> RuleValue:
     )
 
 
-# Make the values of one operator by its rule (``rules.toml``).
-
 # Sums of statistics are float32 whatever the type of their input.
 _STATISTICS = frozenset({"rows", "channels", "groups", "all"})
 _SINGLE_BYTES = 4
@@ -162,7 +162,7 @@ _OF_FIRST = frozenset({"scatter", "adding"})
 
 
 class Maker:
-    """A growing list of values, made for one op and pass after the other."""
+    """A growing list of values, made by the rules of one op and pass after the other."""
 
     def __init__(self) -> None:
         self.values: list[FusedValue] = []

@@ -1,4 +1,4 @@
-"""Corrections of the product predictor (`cost.kernels`): unaligned sizes, float32, convolutions.
+"""Fitted figures of a GPU: corrections of the product predictor (`cost.kernels`), and rates of memory-bound kernels.
 
 alignment     tensor cores of 2-byte types load 16 bytes at a time. If a row of a factor or of the result is not a
               multiple of that, cuBLAS uses older kernels, whose rate per multiprocessor and cycle is limited by their
@@ -7,8 +7,9 @@ float32       without tensor cores, not among the rows of the predictor: one fac
 convolutions  estimated as implicit GEMMs, times a factor by the number of places of an image, for point and for window
               kernels: cuDNN computes with channels last, and reorders tensors with channels first except for point
               kernels with aligned rows of places (multiples of 8)
+others        `GpuModel`: seconds of memory-bound kernels by their sort and width
 
-Fitted to products, their two gradients and convolutions measured on one H100 (`scripts/gpu_fit.py`).
+Fitted to products, their two gradients, convolutions and other kernels measured on one H100 (`scripts/gpu_fit.py`).
 """
 
 from __future__ import annotations
@@ -102,22 +103,6 @@ def between(at: float, places: list[float], values: tuple[float, ...]) -> float:
     return values[-1]
 
 
-# Seconds of memory-bound kernels, by their sort: the achieved share of a GPU's bandwidth, and other limits.
-#
-#     t = fixed + ((bytes / (share · bandwidth))⁴ + (turns · turn)⁴)^¼
-#     bytes = cold + hot · (1 - held) + hot · held / cached        held = 1 / (1 + (moved / (fits · cache))⁴)
-#
-# share   of the datasheet's bandwidth, by the length of a row: linear in its logarithm between fitted lengths; below
-# the
-#         shortest it continues to fall as between the two shortest, at most in proportion to the length, since each row
-#         has a cost
-# hot     bytes that the previous kernel has just written: what fits into the L2 cache is read ``cached`` times as fast
-# turns   sequential steps of one multiprocessor: elements of a channel, cells of a window; their seconds are cycles and
-#         scale with the clock
-#
-# The figures of ``models/gpu.json`` are fitted to kernels measured on one H100 (`scripts/gpu_fit.py`); on other devices
-# their shares of the datasheet stay.
-
 # The steepness with which reads leave the cache, as for products (`cost.kernels.law`), and the share of it that data
 # may fill: an output uses a part (own rows: additions of 25 and 38 MB are fast, those of 50 MB as slow as from memory).
 _SLOPE, _FITS = 6, 0.8
@@ -162,6 +147,21 @@ class Rate:
         return self.shares[-1]
 
 
+# Seconds of memory-bound kernels, by their sort: the achieved share of a GPU's bandwidth, and other limits.
+#
+#     t = fixed + ((bytes / (share · bandwidth))⁴ + (turns · turn)⁴)^¼
+#     bytes = cold + hot · (1 - held) + hot · held / cached        held = 1 / (1 + (moved / (fits · cache))⁴)
+#
+#     share   of the datasheet's bandwidth, by the length of a row: linear in its logarithm between fitted lengths;
+#             below the shortest it continues to fall as between the two shortest, at most in proportion to the length,
+#             since each row has a cost
+#     hot     bytes that the previous kernel has just written: what fits into the L2 cache is read ``cached`` times as
+#             fast
+#     turns   sequential steps of one multiprocessor: elements of a channel, cells of a window; their seconds are cycles
+#             and scale with the clock
+#
+# The figures of ``models/gpu.json`` are fitted to kernels measured on one H100; on other devices their shares of the
+# datasheet stay.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
     """Fitted rates by sort and width (``pointwise/2``), the device and clock of the fit, and intervals.

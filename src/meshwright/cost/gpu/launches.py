@@ -1,6 +1,7 @@
-"""The kernels that torch launches for an op on a CUDA device, without products and attention, forward and backward.
+"""Kernels and seconds of ops on a CUDA device: `launches_of`, `attention_seconds`, and `estimate_launches` for a graph.
 
-Counted from what torch runs (torch 2.11 and 2.13, derivatives.yaml and aten/src/ATen/native/cuda):
+`launches_of` gives the kernels that torch launches, without products and attention, counted from what torch runs (torch
+2.11 and 2.13, derivatives.yaml and aten/src/ATen/native/cuda):
 
     layer_norm, rms_norm    one kernel per pass; the backward's also sum the gradients of the weights
     batch_norm              a block per channel sums it up, then one kernel writes; the backward does both in one
@@ -45,30 +46,6 @@ if TYPE_CHECKING:
 
     _Kernels = Callable[["_Counted"], tuple[Launch, ...]]
 
-
-# Seconds of `scaled_dot_product_attention` on CUDA devices, by the kernel that torch chooses.
-#
-#     t = fixed + 4·heads·queries·keys·width·f · (1 + short / keys) / (share · peak)       f: ½ under a causal mask
-#     t = fixed + bytes / bandwidth                                                        the longer of both
-#
-# cudnn      16-bit types without a mask, on devices of compute capability 9 and 10 (torch 2.11, sdp_utils.cpp)
-# flash      the same on others, and with older software (`cost.software`): FlashAttention-2, or its first version
-# efficient  float32, a mask, wide heads or older devices: CUTLASS kernels; in 16 bits 1.8 times as long as flash, in
-#            float32 three times as long as that
-# math       a mask with a gradient that is a view of another tensor, step by step and in float32: scores pass through
-#            memory
-#
-# ``share`` of the peak by the width of a head, and ``short``, a number of additional keys, are read from the tables of
-# FlashAttention-3 (Shah et al. 2024, figures 5 and 6: cuDNN and FlashAttention-2 on H100 SXM5, 512 to 16,384 keys). On
-# devices of compute capability 8: 73 % of the peak forward and 63 % backward (Dao, FlashAttention-2, 2023, A100; width
-# 128), less for narrower heads in the same proportion. A causal mask adds half a block of 128 queries and the idle time
-# at an uneven end of the grid: 245 keys in the same tables. CUTLASS: xFormers in figure 4 of FlashAttention-2; float32
-# over float16 from the benchmarks of xFormers' pull request 587 (A100).
-#
-# Causal attention of fewer queries than keys belongs to a rank with a part of each sequence (context parallelism). In a
-# plain model torch would start the mask at the first key, which no known model needs. The runtime gives tokens to ranks
-# in order and makes the mask, so that the kernel is "efficient"; the last rank computes with all keys, and the others
-# wait for it: f is 1. Other software gives each rank tokens of the beginning and of the end: f is ½.
 
 # The figures are from others, with other versions of the libraries.
 ATTENTION = Interval(low=0.75, high=1.35)
@@ -116,6 +93,29 @@ def kernel_of(graph: Graph, op: Op, call: OpCall, dtype: str, kind: DeviceKind, 
     return "flash" if kind.compute_capability >= _HOPPER else "flash 8"
 
 
+# Seconds of `scaled_dot_product_attention` by the kernel that torch chooses:
+#
+#     t = fixed + 4·heads·queries·keys·width·f · (1 + short / keys) / (share · peak)       f: ½ under a causal mask
+#     t = fixed + bytes / bandwidth                                                        the longer of both
+#
+#     cudnn      16-bit types without a mask, on devices of compute capability 9 and 10 (torch 2.11, sdp_utils.cpp)
+#     flash      the same on others, and with older software (`cost.software`): FlashAttention-2, or its first version
+#     efficient  float32, a mask, wide heads or older devices: CUTLASS kernels; in 16 bits 1.8 times as long as flash,
+#                in float32 three times as long as that
+#     math       a mask with a gradient that is a view of another tensor, step by step and in float32: scores pass
+#                through memory
+#
+# ``share`` of the peak by the width of a head, and ``short``, a number of additional keys, are read from the tables of
+# FlashAttention-3 (Shah et al. 2024, figures 5 and 6: cuDNN and FlashAttention-2 on H100 SXM5, 512 to 16,384 keys). On
+# devices of compute capability 8: 73 % of the peak forward and 63 % backward (Dao, FlashAttention-2, 2023, A100; width
+# 128), less for narrower heads in the same proportion. A causal mask adds half a block of 128 queries and the idle time
+# at an uneven end of the grid: 245 keys in the same tables. CUTLASS: xFormers in figure 4 of FlashAttention-2; float32
+# over float16 from the benchmarks of xFormers' pull request 587 (A100).
+#
+# Causal attention of fewer queries than keys belongs to a rank with a part of each sequence (context parallelism). In a
+# plain model torch would start the mask at the first key, which no known model needs. The runtime gives tokens to ranks
+# in order and makes the mask, so that the kernel is "efficient"; the last rank computes with all keys, and the others
+# wait for it: f is 1. Other software gives each rank tokens of the beginning and of the end: f is ½.
 def attention_seconds(
     graph: Graph, op: Op, call: OpCall, dtype: str, kind: DeviceKind, *, trained: bool, software: Software = PYTORCH
 ) -> RooflineSeconds:
@@ -177,13 +177,16 @@ class Launched:
 
 
 def copied(elements: float, read: int, written: int) -> Launch:
-    """Return a copy to another type: ``read`` and ``written`` are bytes of an element."""
+    """Return the kernel that copies to another type: ``read`` and ``written`` are bytes of an element."""
     sort = "widening" if written > read else "pointwise"
     return Launch(sort=sort, width=max(read, written), cold=elements * written, hot=elements * read)
 
 
 def sum_of(elements: float, width: int) -> Launch:
-    """Return an addition to existing values, one of whose operands was just made."""
+    """Return the kernel that adds a tensor that was just computed to an existing one.
+
+    The first is read from the cache, the other is read from and written to memory.
+    """
     return Launch(sort="pointwise", width=width, cold=2.0 * elements * width, hot=elements * width)
 
 
@@ -453,18 +456,12 @@ _BACKWARDS = _by_name(
 )
 
 
-# Costs of the ops of a graph on a CUDA device, from the kernels that torch launches for them.
-#
-# products, convolutions,  the product predictor (`cost.kernels`), and the additional kernels
-# recurrent layers
-# attention                by the kernel that torch chooses (`cost.gpu.launches`)
-# all others               the kernels of each pass (`cost.gpu.launches`) at fitted rates (`cost.gpu.gpu_products`)
-#
-# Only rooflines are replaced: measurements and traces stay.
-
 _DENSE = ("product", "convolution", "recurrent")
 
 
+# Products, convolutions and recurrent layers take the product predictor (`cost.kernels`) and the additional kernels;
+# attention the kernel that torch chooses; all others the kernels of each pass at fitted rates
+# (`cost.gpu.gpu_products`). Only rooflines are replaced: measurements and traces stay.
 def estimate_launches(
     model: GpuModel,
     asked: KernelQueries,

@@ -1,4 +1,6 @@
-"""Stage two: the residual of the law, as a sum of small trees over features of the query.
+"""Stages two and three of the kernel predictor: trees fitted to the law's residual, and corrections from few rows.
+
+`fit_trees` fits a sum of trees over the features of a query (`features_of`):
 
     f(x) = Σ over trees v[leaf],   leaf = Σ over levels 2^level · [x[feature] > threshold]
 
@@ -30,15 +32,13 @@ if TYPE_CHECKING:
     from meshwright.cost.kernels.law import Explained
 
 
-# The input of the second stage: how the law explains a query, its sizes, and how they fit tiles.
-#
-# Shares and ratios come first, so that what is learned on one device is useful on another; sizes follow, because
-# libraries choose kernels by them. No feature names the device: only the generation of its code is included.
-
 # The number of first features by which the similarity to measured rows is judged (`cost.kernels.boosting`).
 NUM_PLACED = 10
 
 
+# Features: how the law explains a query, its sizes, and how they fit tiles. Shares and ratios come first, so that what
+# is learned on one device is useful on another; sizes follow, because libraries choose kernels by them. No feature
+# names the device: only the generation of its code is included.
 def features_of(
     op: str, sizes: Mapping[str, Floats], demand: Demand, explained: Explained, family: int, capability: float
 ) -> NDArray[np.float32]:
@@ -83,15 +83,6 @@ def _alignment(op: str, sizes: Mapping[str, Floats]) -> list[Floats]:
     return [np.log(shared), np.ceil(whole / 64) * 64 / whole, np.log(sizes["batch"] * sizes["kv_heads"]), np.log(seen)]
 
 
-# Stage three, for a device with few rows: the residuals of both stages on these rows, carried to similar queries.
-#
-#     r(x) = Σ over rows wᵢ · a²·exp(-|x - xᵢ|²/(2·d)),   w = (K + s²·1)⁻¹ · residuals
-#
-# a is the error of the law alone on measured devices, s that of the fitted model on held-out rows, x the first features
-# of a query divided by their spread over the training rows, d their number: only w is fitted to the rows. Source:
-# Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), 2.2.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
     """``points`` of shape (rows, features) in units of the spread, and their ``weights``, shape (rows,)."""
@@ -118,6 +109,13 @@ class Scale:
         return used / self.spread
 
 
+# Stage three, for a device with few rows: the residuals of both stages on these rows, carried to similar queries:
+#
+#     r(x) = Σ over rows wᵢ · a²·exp(-|x - xᵢ|²/(2·d)),   w = (K + s²·1)⁻¹ · residuals
+#
+# a is the error of the law alone on measured devices, s that of the fitted model on held-out rows, x the first features
+# of a query divided by their spread over the training rows, d their number: only w is fitted to the rows. Source:
+# Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), 2.2.
 def fit_correction(places: Floats, residuals: Floats, scale: Scale) -> Correction:
     """Return the correction through rows at these places (rows, features) with these residuals (rows,)."""
     covariance = scale.amplitude**2 * _likeness(places, places) + scale.noise**2 * np.eye(len(places))

@@ -1,6 +1,7 @@
-"""The demand of a GPU kernel, in seconds at datasheet rates, for every way to cut it into tiles.
+"""The demand of a GPU kernel in seconds at datasheet rates, for every way to cut it into tiles; valid queries; tiles.
 
-A product (m, k) by (k, n) in tiles of (a, b) over s splits of k, on S multiprocessors of P/S FLOP/s each:
+`demand_of` gives the demand, `check_sizes` and `check_device` refuse invalid queries, and `tiles_of` lists the tiles. A
+product (m, k) by (k, n) in tiles of (a, b) over s splits of k, on S multiprocessors of P/S FLOP/s each:
 
     waves   w = ⌈ ⌈m/a⌉ · ⌈n/b⌉ · s / S ⌉                idle places of the last wave are tail quantisation
     work    w · 2·a·b·(k/s) / (P/S)                      arithmetic of whole tiles: tile quantisation
@@ -38,12 +39,6 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind
 
 
-# Valid queries of the kernel predictor: devices, dtypes and sizes.
-#
-# - device: states multiprocessors, cache and clock
-# - dtype: arithmetic at a rate that the datasheet states (no float8 without one), keys and values of a known width
-# - sizes: 1 ≤ size ≤ 2⁴⁰; a window may be 0 (no window); query heads are at least as many as heads of keys
-
 # The sizes of a query, by op.
 SIZES: dict[str, tuple[str, ...]] = {
     "matmul": ("m", "n", "k"),
@@ -76,6 +71,11 @@ def has_rate(device: DeviceKind, dtype: str) -> bool:
     return arithmetic in ARITHMETIC_BYTES.keys() & device.peak_flops_per_s.keys() and values in ARITHMETIC_BYTES
 
 
+# Valid queries:
+#
+# - device: states multiprocessors, cache and clock
+# - dtype: arithmetic at a rate that the datasheet states (no float8 without one), keys and values of a known width
+# - sizes: 1 ≤ size ≤ 2⁴⁰; a window may be 0 (no window); query heads are at least as many as heads of keys
 def check_device(device: DeviceKind, dtype: str) -> None:
     """Raise MeasurementError if a device's description does not suffice to predict kernels of this dtype."""
     if not is_tiled(device):
@@ -142,24 +142,6 @@ def _broadcast(op: str, given: dict[str, NDArray[np.generic]]) -> dict[str, Floa
     }
 
 
-# The output tiles of a GEMM kernel, by family, as its source dispatches them.
-#
-# A thread block computes a tile of (rows, columns) of the output over ``splits``-ths of the inner dimension:
-#
-#     library   cuBLAS behind torch's linear chooses from many: the fastest of CANDIDATES with any of SPLITS is used
-#     no split  DeepGEMM, FlashInfer, Triton and block-scaled CUTLASS choose a tile, and never split the inner dimension
-#     sm90      vLLM's CUTLASS float8 kernels for Hopper: by rows and columns (scaled_mm_sm90_fp8_dispatch.cuh); up to
-#               64
-#               rows the operands are swapped, so that 64 columns and 16 or 64 rows make a tile
-#     sm89      the same for Ada (scaled_mm_c2x_sm89_fp8_dispatch.cuh); that for Blackwell was not read
-#
-# Decoding attention may pack the query heads of one key head into the rows of a tile, and then splits the keys;
-# FlashAttention 2 does so only without a window and for more than one head (flash_api.cpp, seqlenq_ngroups_swapped).
-#
-# Sources: vllm-project/vllm, csrc/quantization/w8a8 (Apache-2.0, 2025), read for the sizes; NVIDIA, Matrix
-# Multiplication Background User's Guide, "tile and wave quantization", for the tiles that cuBLAS uses;
-# Dao-AILab/flash-attention.
-
 Dispatch = Literal["library", "no split", "sm90", "sm89"]
 # (rows of the tile, its columns, splits), each of shape (queries,) or a number.
 Tile = tuple["Floats | float", "Floats | float", int]
@@ -199,6 +181,20 @@ def dispatch_of(kernel: str, compute_capability: float) -> Dispatch:
     return "no split" if kernel.startswith(_NO_SPLIT) else "library"
 
 
+# A thread block computes a tile of (rows, columns) of the output over ``splits``-ths of the inner dimension:
+#
+#     library   cuBLAS behind torch's linear chooses from many: the fastest of CANDIDATES with any of SPLITS is used
+#     no split  DeepGEMM, FlashInfer, Triton and block-scaled CUTLASS choose a tile, and never split the inner dimension
+#     sm90      vLLM's CUTLASS float8 kernels for Hopper: by rows and columns (scaled_mm_sm90_fp8_dispatch.cuh); up to
+#               64 rows the operands are swapped, so that 64 columns and 16 or 64 rows make a tile
+#     sm89      the same for Ada (scaled_mm_c2x_sm89_fp8_dispatch.cuh); that for Blackwell was not read
+#
+# Decoding attention may pack the query heads of one key head into the rows of a tile, and then splits the keys;
+# FlashAttention 2 does so only without a window and for more than one head (flash_api.cpp, seqlenq_ngroups_swapped).
+#
+# Sources: vllm-project/vllm, csrc/quantization/w8a8 (Apache-2.0, 2025), read for the sizes; NVIDIA, Matrix
+# Multiplication Background User's Guide, "tile and wave quantization", for the tiles that cuBLAS uses;
+# Dao-AILab/flash-attention.
 def tiles_of(dispatch: Dispatch, m: Floats, n: Floats, k: Floats) -> Iterator[Tile]:
     """Yield the tiles that a kernel may use for products of (m, k) by (k, n), each of shape (queries,)."""
     if dispatch == "library":

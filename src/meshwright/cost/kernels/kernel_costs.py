@@ -7,11 +7,11 @@ Recurrent layers multiply the inputs of all time steps at once and the states st
 of weights come from all steps at once (Appleyard et al., Optimizing Performance of Recurrent Neural Networks on GPUs,
 2016).
 
-The measured rows are products of activations and weights, one at a time. A cost is `regressed` if it depends on nothing
-else. The same library with other layouts or many products at once has the interval of the same code on another device;
-convolutions, estimated as implicit GEMMs, that of other code there (`OpModel.transfers`). `cost.gpu.gpu_products`
-corrects what the predictor does not cover. All other ops keep their costs, as do sizes beyond any device and dtypes
-without a rate in the datasheet (`demand`).
+The measured rows are single products of activations and weights. A cost is `regressed` if it depends only on such
+products. Products with operands in other layouts (gradients) and batched products use the same library: they get the
+interval of the same code on another device. Convolutions, estimated as implicit GEMMs, get the interval of other code
+on another device (`OpModel.transfers`). `cost.gpu.gpu_products` corrects what the predictor does not cover. All other
+ops keep their costs, and so do products whose sizes are invalid or whose dtype has no rate in the datasheet (`demand`).
 """
 
 from __future__ import annotations

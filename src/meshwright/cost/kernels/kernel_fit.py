@@ -1,9 +1,9 @@
-"""Fit laws by device and family, trees by op, and intervals on held-out rows and devices; adapt to few rows.
+"""Fit the kernel predictor (`fit_kernels`), adapt it to further rows (`adapt_kernels`); intervals from held-out data.
 
-Every interval comes from rows that were not used for the prediction: a fifth of the keys of the training rows is held
-out once (`regressed`), and every device alone and with similar ones (`transferred`; `cost.kernels.kernel_fit`). Then
-all rows are used. Hyper-parameters are those of `boosting.BoostingSettings` and `law.FACTORS`; none is chosen here from
-the rows.
+Laws are fitted by device and family, trees by op. Every interval comes from rows that were not used for the prediction:
+a fifth of the keys of the training rows is held out once (`regressed`), and every device alone and with similar ones
+(`transferred`, `fit_transfers`). Then all rows are used. Hyper-parameters are those of `boosting.BoostingSettings` and
+`law.FACTORS`; none is chosen here from the rows.
 """
 
 from __future__ import annotations
@@ -33,19 +33,6 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind
 
 
-# The error of a predictor on a device without rows, by the similarity of measured devices, from held-out devices.
-#
-#     sister   the same code was measured on a device of the same compute capability
-#     near     the same code, on devices of others
-#     far      only other code, or other arithmetic
-#
-# Every device is held out alone, and with all of its compute capability. Its residuals, with those of the devices held
-# out with it, are one sample of the error of such a step. The interval of a step goes from the 10 % to the 90 %
-# quantile of its samples, which have equal weights whatever their numbers of rows, and is at least as wide as that of a
-# smaller step. A step without samples has the interval of the next larger one.
-#
-# Source: conformal prediction for a new group, by pooled distributions (Dunn, Wasserman and Ramdas, JASA 2023).
-
 Step = Literal["sister", "near", "far"]
 STEPS: tuple[Step, ...] = ("sister", "near", "far")
 
@@ -69,6 +56,18 @@ def left_out_sets(capabilities: Mapping[str, float]) -> list[frozenset[str]]:
     return [some for some in dict.fromkeys((*alone, *alike)) if len(some) < len(capabilities)]
 
 
+# The error on a device without rows depends on the similarity of measured devices, which is one of three steps:
+#
+#     sister   the same code was measured on a device of the same compute capability
+#     near     the same code, on devices of others
+#     far      only other code, or other arithmetic
+#
+# Every device is held out alone, and with all of its compute capability. Its residuals, with those of the devices held
+# out with it, are one sample of the error of such a step. The interval of a step goes from the 10 % to the 90 %
+# quantile of its samples, which have equal weights whatever their numbers of rows, and is at least as wide as that of a
+# smaller step. A step without samples has the interval of the next larger one.
+#
+# Source: conformal prediction for a new group, by pooled distributions (Dunn, Wasserman and Ramdas, JASA 2023).
 def fit_transfers(samples: Sequence[tuple[Step, Floats]]) -> dict[Step, Interval]:
     """Return the interval of every step from ln(measured / predicted) of held-out devices, each of shape (rows,)."""
     found: dict[Step, Interval] = {}

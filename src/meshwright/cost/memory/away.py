@@ -1,4 +1,4 @@
-"""Activation offload: which values of a stage's layers go to host memory until their backward, and their bytes.
+"""Activation offload: which values go to host memory until their backward (`find_away`); their blocks (`AwayBlocks`).
 
 A stage's layers are units, in order; layers with a boundary inside a recomputed range are one unit. Everything that a
 unit keeps, except the last one, with which the backward starts, is copied down when the unit's forward ends:
@@ -75,7 +75,7 @@ class Away:
 
     @property
     def leaving(self) -> list[int]:
-        """The units that copy something down, ascending."""
+        """The units that copy values down, ascending."""
         return [number for number, unit in enumerate(self.units) if unit.down_bytes]
 
     @property
@@ -174,9 +174,6 @@ def _saves(
             yield unit, op, {graph.tensors[i].storage for i in graph.ops[op].saved}
 
 
-# Allocations of a walk through a stage whose activations are in host memory until the backward.
-
-
 def follow_away(
     graph: Graph,
     stage: StageSlice,
@@ -227,7 +224,11 @@ class AwayBlocks:
         self._there: dict[tuple[int, int], int] = {}
 
     def begin_forward(self) -> Set[int]:
-        """Start a microbatch; return the values that outlive its ops, which shrink during the forward."""
+        """Start a microbatch's forward.
+
+        Return the set of values that are kept after their last use; values are removed from this set as they leave the
+        device.
+        """
         self._kept = set(self._lives.kept)
         return self._kept
 

@@ -1,4 +1,4 @@
-"""Tensors that autograd keeps on CUDA devices, where kernels keep other tensors than on CPUs.
+"""The memory of ops and tensors: what autograd keeps on CUDA devices (`as_kept`), workspaces, and bytes of all tensors.
 
 Graphs are captured on CPUs, so they contain what CPU kernels keep. On CUDA devices
 
@@ -46,18 +46,6 @@ if TYPE_CHECKING:
     from meshwright.spec.precision import Numbers
 
 
-# Allocations of an op besides its values: gradients of its inputs, and workspaces.
-#
-#     passed on     the gradient of an input is that of the output, or a view of it: no allocation
-#     made          one storage per input that requires a gradient, of the input's size
-#     workspace     additional, until the op's forward or backward is done
-#
-# Source: torch 2.13, tools/autograd/derivatives.yaml and torch/csrc/autograd/FunctionsManual.cpp. Convolutions work on
-# copies in the layout of their library: oneDNN's own on CPUs (aten/src/ATen/native/mkldnn/Conv.cpp); on CUDA devices,
-# where tensor cores multiply, channels last: cuDNN copies tensors with channels first before and after
-# (microsoft/onnxruntime#17200), in the workspace that torch gives it for the duration of the call
-# (aten/src/ATen/native/cudnn/Conv_v8.cpp: run_conv_plan). Each gradient is a call.
-
 # The device type, whose libraries compute.
 Backend = Literal["cpu", "cuda"]
 
@@ -92,6 +80,17 @@ def library_workspaces(device: Backend, *, trains: bool) -> tuple[int, ...]:
     return (CUBLAS_BYTES,) * (2 if trains else 1) if device == "cuda" else ()
 
 
+# Allocations of an op besides its values:
+#
+#     passed on     the gradient of an input is that of the output, or a view of it (`passes_on`): no allocation
+#     made          one storage per input that requires a gradient, of the input's size
+#     workspace     additional, until the op's forward or backward is done
+#
+# Source: torch 2.13, tools/autograd/derivatives.yaml and torch/csrc/autograd/FunctionsManual.cpp. Convolutions work on
+# copies in the layout of their library: oneDNN's own on CPUs (aten/src/ATen/native/mkldnn/Conv.cpp); on CUDA devices,
+# where tensor cores multiply, channels last: cuDNN copies tensors with channels first before and after
+# (microsoft/onnxruntime#17200), in the workspace that torch gives it for the duration of the call
+# (aten/src/ATen/native/cudnn/Conv_v8.cpp: run_conv_plan). Each gradient is a call.
 def backward_workspace_bytes(graph: Graph, op: Op, sizes: TensorSizes, device: Backend) -> int:
     """Return the bytes that an op's backward needs besides the gradients that it makes; ``sizes`` of all tensors."""
     if not op.inputs or not op.outputs:
@@ -165,9 +164,6 @@ def _copied_input(graph: Graph, op: Op, sizes: TensorSizes) -> int:
     """
     channels = graph.tensors[op.inputs[0]].shape[1].fixed
     return sizes[op.inputs[0]] if channels > _MAX_IMAGE_CHANNELS else 0
-
-
-# Bytes and elements of the tensors of a graph, for walks through its ops.
 
 
 class OtherSizes:

@@ -1,4 +1,4 @@
-"""Allocations and frees in the course of a step, as one list of events, and its peak.
+"""Allocations and frees of a step as one list of events (`Ledger`), their peak (`find_peak`), and lifetimes of values.
 
 - in use after event e: Σ bytes of the events up to e, frees negative
 - peak: its maximum, with the bytes by part (`meshwright.spec.memory`) at that moment
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Op, StageSlice
 
 
-# The peak of a step of one stage, from the memory that its computations add: one formula for one stage and for all.
-#
-# With at most k of n microbatches in flight, each keeping a, gradients g that accumulate outside of buckets, and
-# `Phase.most` of each computation,
+# Indices of the computations in a row of bytes.
+FORWARD, BACKWARD_FIRST, BACKWARD_LATER, STEP = range(4)
+NUM_MOMENTS = 4
+
+
+# The formula holds for one stage and for all. With at most k of n microbatches in flight, each keeping a, gradients g
+# that accumulate outside of buckets, and `Phase.most` of each computation,
 #
 #     forward                (k - 1)·a + F        + g if a backward came before it (n > k)
 #     first of n backwards   k·a + B
@@ -36,17 +39,11 @@ if TYPE_CHECKING:
 #     optimizer              g + O
 #
 # the largest of them is in use in addition to static memory. Transfers in flight are added separately.
-
-# Indices of the computations in a row of bytes.
-FORWARD, BACKWARD_FIRST, BACKWARD_LATER, STEP = range(4)
-NUM_MOMENTS = 4
-
-
 @compiled
 def fullest(
     most: NDArray[np.float64], each: float, gradients: float, num_in_flight: int, num_microbatches: int
 ) -> float:
-    """Return the bytes at the peak; ``most`` (4,) by computation."""
+    """Return the bytes at the peak of a step of one stage; ``most`` (4,): the memory that each computation adds."""
     goes_on = num_microbatches > num_in_flight
     peak = max(
         (num_in_flight - 1) * each + most[FORWARD] + (gradients if goes_on else 0.0),
@@ -57,11 +54,6 @@ def fullest(
         held = num_in_flight if goes_on else num_in_flight - 1
         peak = max(peak, held * each + gradients + most[BACKWARD_LATER])
     return float(peak)
-
-
-# Lifetimes of the values of a forward: until their last use, or until the backward that reads them.
-#
-# A recomputed range of ops keeps what it reads from outside, and the results of ops that are kept.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +78,10 @@ class Lifetimes:
 
 
 def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> Lifetimes:
-    """Return lifetimes in a stage: sent values are kept, received ones stay until its backward is done.
+    """Return lifetimes in a stage: until the last use of a value, or until the backward that reads it.
 
-    Nothing is saved unless it ``trains``.
+    Sent values are kept; received ones stay until their backward is done. A recomputed range of ops keeps what it reads
+    from outside, and the results of ops that are kept. Nothing is saved unless it ``trains``.
     """
     mine = set(stage.ops)
     ranges = [item for item in graph.recompute if item[0] in mine]

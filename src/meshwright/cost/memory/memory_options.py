@@ -1,7 +1,8 @@
-"""Closed forms of a stage's memory on a rank with sharding, recomputation or offload to the host.
+"""Closed forms of a stage's memory on a rank with sharding, recomputation or offload; the memory that a plan may use.
 
-With N ranks that hold the same stage, in groups of e that divide the experts, P elements of parameters (those of
-experts divided by e, and sharded over N / e ranks only), width w and s bytes of states per element:
+`weigh_rank` gives a rank's memory. With N ranks that hold the same stage, in groups of e that divide the experts, P
+elements of parameters (those of experts divided by e, and sharded over N / e ranks only), width w and s bytes of states
+per element:
 
     parameters    w·P,   ZeRO-3: w·P / N + two layers gathered in full
     gradients     w·P,   ZeRO-2, 3: w·P / N + one layer
@@ -11,7 +12,8 @@ experts divided by e, and sharded over N / e ranks only), width w and s bytes of
     NVMe          states, also read and written once per step        (Rajbhandari et al., ZeRO-Infinity, SC 2021)
                   activations on the host: each kept byte is copied there and back; those of two layers stay
 
-For a `Plan` this is simulated; these functions need only the given options.
+For a `Plan` this is simulated; these functions need only the given options. `MemoryLimit`: the memory of a device that
+the allocator of a rank may reserve.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Graph, Link, StageSlice, Workload
 
 
-# The memory of a device that the allocator of a rank may reserve.
-#
-#     usable = (memory − context − NCCL) / (1 + margin)
+CONTEXT_BYTES = 2**29
+NCCL_BYTES = 2**30
+MEMORY_MARGIN = 0.15
+
+
+# usable = (memory − context − NCCL) / (1 + margin)
 #
 # The context and the buffers of NCCL are outside of torch's allocator; a single device does not use NCCL, but the room
 # is reserved, so that its plan fits into a larger cluster. The margin covers the error of the memory model: at least
@@ -46,15 +51,9 @@ if TYPE_CHECKING:
 # communicator that uses all channels: each of up to 24 channels has buffers of 4 MiB (Simple), 4.7 MiB (LL128) and 0.5
 # MiB (LL) for every peer of its ring and its tree (NVIDIA/nccl, src/include/comm.h; 1.6 GB were reported in
 # https://github.com/NVIDIA/nccl/issues/864).
-
-CONTEXT_BYTES = 2**29
-NCCL_BYTES = 2**30
-MEMORY_MARGIN = 0.15
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """How much of a device a plan may use.
+    """How much of a device's memory a plan may use.
 
     ``num_bytes`` replaces the memory of every device, without what is outside of the allocator. ``margin`` is the share
     by which predictions may be too low; None stands for `MEMORY_MARGIN` on GPUs, and for 0 on CPUs and with

@@ -1,4 +1,4 @@
-"""Bytes of a stage by part, and its peak for microbatches in flight.
+"""Bytes of a stage by part, its peak for microbatches in flight (`weigh_stage`), and every allocation (`trace_step`).
 
     static         parameters + buffers + optimizer states (+ master weights in mixed precision)
     inputs         of every microbatch of a step, during the whole step
@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Graph, StageSlice, Workload
 
 
-# Every allocation of a training step of a whole graph on one device, op by op, as eager torch makes them.
+# The first step makes the optimizer's states, the second is like all later ones.
+_NUM_STEPS = 2
+
+
+# The allocations are those of eager torch, op by op:
 #
 #     forward     an op allocates its outputs and what it keeps for its backward; a value is freed after its last use
 #                 unless an op saved it
@@ -50,17 +54,11 @@ if TYPE_CHECKING:
 #                 all at once one more for each (_multi_tensor_adam: the roots); a fused one, and SGD, need none
 #     recompute   ops of a range keep only what the range reads, and results of those that `Graph.keeps` names; before
 #                 its backward the others are recomputed, up to the last value that was saved
-# (torch/utils/checkpoint.py,
-#                 non-reentrant; create_selective_checkpoint_contexts)
+#                 (torch/utils/checkpoint.py, non-reentrant; create_selective_checkpoint_contexts)
 #
 # Gradients of parameters are freed after the optimizer's step (set_to_none) and accumulate over microbatches. Sizes are
 # exact for the dtypes of the workload; memory that libraries allocate internally is not included. Checked against
 # torch's own account of its allocations in `meshwright.validation.memory_sets`.
-
-# The first step makes the optimizer's states, the second is like all later ones.
-_NUM_STEPS = 2
-
-
 def trace_step(
     graph: Graph,
     workload: Workload,
@@ -69,7 +67,7 @@ def trace_step(
     device: Backend = "cpu",
     loop: OptimizerLoop | None = None,
 ) -> MemoryEvents:
-    """Events from building the model to the end of its second step.
+    """Return events from building the model to the end of its second step.
 
     Args:
         graph: A graph for training, with its loss.
@@ -78,8 +76,8 @@ def trace_step(
         device: The device type, which determines workspaces of libraries.
         loop: The optimizer's loop over the parameters; by default one by one on CPUs, as in torch, else fused.
 
-    Raises GraphError for a graph without loss or with a backward of its own, for a batch that it does not describe,
-    and for microbatches of unequal size.
+    Raises GraphError for a graph without loss or with a backward of its own, for a batch that it does not describe, and
+    for microbatches of unequal size.
     """
     if workload.global_batch % num_microbatches:
         raise GraphError(
@@ -108,7 +106,7 @@ def trace_stage(
     shared: SharedUnits | None = None,
     state_parts: int = 1,
 ) -> MemoryEvents:
-    """Events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
+    """Return events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
 
     Args:
         graph: A graph for training, with its loss.

@@ -1,4 +1,7 @@
-"""Walk through the ops of a stage and record their allocations and frees; the model is described in `stage_memory`."""
+"""The memory of each op (`OpMemory`); a walk through the ops of a stage that records allocations (`StageWalk`).
+
+The model is described in `stage_memory`.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +47,8 @@ if TYPE_CHECKING:
     from meshwright.spec.precision import Numbers
 
 
-# Allocations and frees of one op, wherever in a step it is computed: found once for each op of a walk.
-
-
 class OpMemory(NamedTuple):
-    """Tensors and bytes of an op.
+    """Tensors and bytes of an op, wherever in a step it is computed.
 
     ``made`` are outputs with storages of their own, ``kept`` such values that only the backward reads, and ``copies``
     those of them that autocast makes of inputs. ``cast``: bytes of inputs in the type to which autocast casts them.

@@ -1,8 +1,8 @@
-"""Seconds of unmeasured ops, learned from measured ones on the same device.
+"""Seconds of unmeasured ops, learned from measured ones on the same device (`fit_op_regressor`), in two stages.
 
-Stage one (`cost.ops.regressor`) estimates a pass of an op from its work, t₁, for each family of operators.
-Stage two is the achieved efficiency ln (t / t₁) = f(op), a Gaussian process over the logarithms x of the op's sizes and
-bytes, within the family:
+Stage one (`fit_explanation`) estimates a pass of an op from its work, t₁, for each family of operators. Stage two is
+the achieved efficiency ln (t / t₁) = f(op), a Gaussian process over the logarithms x of the op's sizes and bytes,
+within the family:
 
     cov(f, f') = (1 + [same operator] + [same variant]) · (v + w · M(|x - x'| / l)),     M: the Matérn 3/2 function
 
@@ -34,13 +34,6 @@ from meshwright.cost.roofline import LAUNCH_S, RooflineSeconds, peak_flops
 from meshwright.cost.work import Amount, Family, OpWork, read_work, relatives
 from meshwright.spec import DeviceKind, OpMeasurement
 
-# Stage one of the regressor: the work of an op times this device's cost of it, per family of operators.
-#
-#     t₁ = a · FLOPs / peak + b · bytes / bandwidth + c · kernels · launch          a, b, c > 0
-#
-# ln a, ln b, ln c are fitted to ln t by Gauss-Newton steps; a normal prior draws them towards 0, the datasheet, so that
-# few rows, or rows that do not determine one of the three, give reasonable values.
-
 # Deviation of ln a, ln b, ln c without any rows: a factor of e, as CPUs differ from their datasheets.
 _PRIOR = 1.0
 _MAX_STEPS = 50
@@ -55,6 +48,12 @@ def bound_amounts(amounts: Sequence[Amount], kind: DeviceKind, dtype: str) -> Fl
     return bounds
 
 
+# The work of an op times this device's cost of it, per family of operators:
+#
+#     t₁ = a · FLOPs / peak + b · bytes / bandwidth + c · kernels · launch          a, b, c > 0
+#
+# ln a, ln b, ln c are fitted to ln t by Gauss-Newton steps. A normal prior draws them towards 0, the datasheet, so that
+# few rows, or rows that do not determine one of the three, give reasonable values.
 def fit_explanation(bounds: Floats, log_seconds: Floats, noise: Floats) -> Floats:
     """Return ln a, ln b, ln c from rows: (rows, 3), (rows,) and the deviation of each row's logarithm (rows,)."""
     weights = 1.0 / noise**2

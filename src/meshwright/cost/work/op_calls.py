@@ -1,4 +1,8 @@
-"""One call of an operator, parsed from its key in the measurement table: inputs, attributes, needed gradients."""
+"""One call of an operator, parsed from its key in the measurement table (`OpCall`); kinds of operators; their work.
+
+Inputs, attributes and needed gradients are read from the key; the kinds from the table ``operators.toml``, which
+explains its words and names its sources.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,6 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Op
 
 
-# Kinds of torch's operators: the table ``operators.toml``, which explains its words and names its sources.
-
 Family = Literal["product", "convolution", "attention", "recurrent", "norm", "pointwise", "reduction", "copy", "view"]
 Gradient = Literal["made", "passed", "first passed", "viewed", "joined", "filled", "none"]
 Kept = Literal["first", "second", "others", "output", "made"]
@@ -28,7 +30,7 @@ Kept = Literal["first", "second", "others", "output", "made"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkRow:
-    """A row of the table: operators with the same behaviour."""
+    """A row of the table ``operators.toml``: operators with the same behaviour."""
 
     family: Family
     names: str
@@ -82,12 +84,12 @@ def name_in(kind: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-# The amount of work of one pass of an op.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """FLOPs, bytes and kernels; ``num_calls`` also counts views, which cost a call of the host but launch no kernel."""
+    """The work of one pass of an op: FLOPs, bytes and kernels.
+
+    ``num_calls`` also counts views, which cost a call of the host but launch no kernel.
+    """
 
     flops: float = 0.0
     num_bytes: float = 0.0

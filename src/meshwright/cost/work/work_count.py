@@ -1,4 +1,4 @@
-"""The work of an op from its key in the measurement table: FLOPs, bytes, kernels and the sizes behind them.
+"""The work of an op from its key in the measurement table: FLOPs, bytes, kernels, and sizes and outputs behind them.
 
 A user's table holds keys, not graphs; so that measured rows and queried ops have equal descriptions, both are described
 by their key (`spec.measurements.op_key`), and by the table ``operators.toml``:
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
     from meshwright.cost.work.op_calls import Family, OpCall, WorkRow
 
 
-# Sizes of products, convolutions, attention and recurrent layers, and the work of their passes.
-#
-# product       2·m·n·k FLOPs for each of count products of an (m, k) by a (k, n); a convolution has k = channels ·
-#               kernel; backward: one more product for each input that needs a gradient, a sum for a bias
-# attention     two such products per head, 2.5 times that backward; with dropout, the scores pass through memory, as
-#               torch then computes it step by step
-# recurrent     per time step one product of each weight matrix with the batch
-
 # (m, n, k, count): the sizes that distinguish ops of one family.
 Sizes = tuple[float, float, float, float]
 Described = tuple[Amount, Amount, Sizes]
@@ -54,6 +46,13 @@ _SCORES_FORWARD, _SCORES_BACKWARD = 8, 10
 _FIRST_WEIGHT = 3
 
 
+# Sizes and work of the passes:
+#
+#     product       2·m·n·k FLOPs for each of count products of an (m, k) by a (k, n); a convolution has k = channels ·
+#                   kernel; backward: one more product for each input that needs a gradient, a sum for a bias
+#     attention     two such products per head, 2.5 times that backward; with dropout, the scores pass through memory,
+#                   as torch then computes it step by step
+#     recurrent     per time step one product of each weight matrix with the batch
 def product_sizes(call: OpCall) -> Sizes:
     """Return (m, n, k, count) of count products of (m, k) by (k, n)."""
     if "conv" in call.operator:
@@ -144,11 +143,6 @@ def recurrent(call: OpCall, written_bytes: float) -> Described:
     return forward, backward, (batch, columns, call.shapes[0][-1], steps)
 
 
-# Elements and dtypes of a call's outputs, from its inputs and attributes.
-#
-# One function per word of the column ``output`` of ``operators.toml``. Checked against the outputs of every op of every
-# shipped graph, as capture recorded them.
-
 # Torch's types for Python's numbers.
 _FLOAT, _INTEGER = "float32", "int64"
 # These return floats for integers (torch, native_functions.yaml: structured unary float functions).
@@ -165,8 +159,10 @@ class OpOutput(NamedTuple):
     dtype: str
 
 
+# One function per word of the column ``output`` of ``operators.toml`` (`_OUTPUTS`). Checked against the outputs of
+# every op of every shipped graph, as capture recorded them.
 def outputs_of(call: OpCall, operator: WorkRow) -> tuple[OpOutput, ...]:
-    """Return the outputs of a call; a view's are counted as if they were memory.
+    """Return elements and dtypes of a call's outputs; a view's are counted as if they were memory.
 
     Raises ArithmeticError, LookupError or ValueError for inputs that do not match the operator.
     """

@@ -1,4 +1,6 @@
-"""The portfolio: methods that fit the problem, one after the other, sharing the best plan; then small changes of it.
+"""The portfolio (`auto`): methods that fit the problem, one after the other; then less recompute, and small changes.
+
+All share the best plan.
 
     many settings        the uniform grid, which selects the settings to search in detail; also for very many devices
     unequal devices      mappings of stages to devices, work in proportion to speed
@@ -8,7 +10,7 @@
     nothing fits         the grid again with states or activations in host memory, if the choices allow this as a last
                          resort
     then                 less recompute, as far as memory allows (`recompute_in_part`), and changes of the best plan on
-                         the simulator: boundaries, microbatches, schedules, layouts
+                         the simulator: boundaries, microbatches, schedules, layouts (`improve`)
     time is left         with a deadline, FlexFlow's Markov chain and gradient descent
 
 With a deadline each method has a share of the remaining time; without one, numbers of simulations end each of them, so
@@ -54,17 +56,6 @@ from meshwright.spec import (
 from meshwright.spec.recompute import RecomputeName
 from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 
-# Reduce recomputation: in each stage, recompute only as many blocks in the heavier way as memory requires.
-#
-# A simulated plan may be faster than the best one but not fit, while the same plan with more recomputation fits and is
-# slower. Between the two, the first n blocks of the stages on each rank are recomputed as in the heavier one and the
-# others as in the lighter one. A rank's reserved memory falls almost linearly with n, and its time rises, so the least
-# n that fits is searched between a number that is too small and one that suffices, for all ranks at once:
-#
-#     n  =  low + (high - low) · excess(low) / (excess(low) - excess(high))
-#
-# (Megatron-LM's --recompute-num-layers and torchtitan's layer-wise checkpointing are set by hand for the same purpose.)
-
 # The most plans that get more recomputation until they fit, and the most fitting plans that get less; the fastest
 # first.
 MOST_PAIRS, MOST_LIGHTENED = 4, 2
@@ -84,6 +75,15 @@ class _Pair(NamedTuple):
     expected_s: float
 
 
+# In each stage, only as many blocks are recomputed in the heavier way as memory requires. A simulated plan may be
+# faster than the best one but not fit, while the same plan with more recomputation fits and is slower. Between the two,
+# the first n blocks of the stages on each rank are recomputed as in the heavier one and the others as in the lighter
+# one. A rank's reserved memory falls almost linearly with n, and its time rises, so the least n that fits is searched
+# between a number that is too small and one that suffices, for all ranks at once:
+#
+#     n  =  low + (high - low) · excess(low) / (excess(low) - excess(high))
+#
+# (Megatron-LM's --recompute-num-layers and torchtitan's layer-wise checkpointing are set by hand for the same purpose.)
 def recompute_in_part(problem: Problem, state: SearchState) -> Steps:
     """Propose plans between fast plans that do not fit and slower ones that do."""
     allowed = [word for word in _BY_WEIGHT if word in problem.choices.recompute]

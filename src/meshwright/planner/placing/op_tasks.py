@@ -1,6 +1,6 @@
-"""Ops of a graph that can be placed separately, and ops that must stay together: the tasks that `place` places.
+"""Ops of a graph that must stay together (`find_tasks`), and a user's constraints on their devices (`find_choices`).
 
-Three things keep ops together:
+Tasks are what `place` places separately. Three things keep ops together:
 
 - **one task**: ops around memory that is written in place, from its first maker to its last write (all users, if it is
   state), because a value must not leave before its last write; and ops on a path between two ops of a task, since the
@@ -189,12 +189,11 @@ def _written_storages(graph: Graph, op: Op) -> set[int]:
     return set()
 
 
-# A user's constraints on the placement of ops by name: fixed devices, forbidden ones, ops that stay together.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Constraints on the devices of ops. A name is that of an op, of a layer, or of a module with all ops inside it.
+    """A user's constraints on the devices of ops.
+
+    A name is that of an op, of a layer, or of a module with all ops inside it.
 
     ``fixed``: name → device. ``forbidden``: name → devices. ``together``: groups of names that share a device.
     """

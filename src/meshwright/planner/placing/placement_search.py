@@ -1,4 +1,4 @@
-"""The search behind `place`: candidates, their simulated steps, and moves of chains that make the best one faster.
+"""The search behind `place` (`search_placement`): list schedules and other candidates, simulated, and moves of chains.
 
 Stages of a placement are runs of tasks of one device without communication in between. Tasks are taken in one order
 over all devices in which each follows what it reads. A stage ends after a task from which another device reads, so that
@@ -41,16 +41,6 @@ from meshwright.spec import (
     format_bytes,
 )
 
-# List scheduling of tasks on devices: each task goes where it finishes earliest (HEFT).
-#
-#     up(t) = w(t) + max over readers r of (c(t, r) + up(r))         w, c: means over devices and pairs of them
-#     finish(t, d) = max(free gap on d, max over inputs of t of their arrival on d) + w(t, d)
-#
-# Tasks are taken by descending up(t), an order in which each follows what it reads; a task may fill a gap between two
-# others on its device. A tensor arrives on a device once, however many tasks there read it. Devices whose memory limit
-# would be exceeded are skipped. Source: Topcuoglu, Hariri, Wu: Performance-effective and low-complexity task scheduling
-# for heterogeneous computing, IEEE TPDS 13(3), 2002.
-
 Floats = NDArray[np.float64]
 
 
@@ -76,6 +66,15 @@ class Assignment:
     starts: tuple[float, ...]
 
 
+# List scheduling: each task goes where it finishes earliest (HEFT).
+#
+#     up(t) = w(t) + max over readers r of (c(t, r) + up(r))         w, c: means over devices and pairs of them
+#     finish(t, d) = max(free gap on d, max over inputs of t of their arrival on d) + w(t, d)
+#
+# Tasks are taken by descending up(t), an order in which each follows what it reads; a task may fill a gap between two
+# others on its device. A tensor arrives on a device once, however many tasks there read it. Devices whose memory limit
+# would be exceeded are skipped. Source: Topcuoglu, Hariri, Wu: Performance-effective and low-complexity task scheduling
+# for heterogeneous computing, IEEE TPDS 13(3), 2002.
 def schedule_tasks(
     tasks: Tasks, costs: TaskCosts, allowed: Sequence[tuple[int, ...]], together: Sequence[int]
 ) -> Assignment | None:

@@ -1,4 +1,4 @@
-"""Seconds and bytes of every possible stage i:j of a graph at one microbatch size: the stage costs of all methods."""
+"""Seconds and bytes of every possible stage i:j of a graph at one microbatch size (`make_tables`), for all methods."""
 
 from __future__ import annotations
 
@@ -17,21 +17,6 @@ from meshwright.planner.stage_tables.structure import Integers, Structure
 from meshwright.spec import RNG_STATE_BYTES, Cluster, DeviceKind, Graph, Offload, StageSlice, Workload, slice_graph
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
-
-# Bytes of every possible stage i:j of a graph at one microbatch size, at the peak of a step.
-#
-# Static memory, what a microbatch keeps and what crosses boundaries are exact, found by rectangles (`structure`). What
-# computations need in addition (`cost.memory.ledger`) is known exactly only from a walk through the stage's ops. Until
-# a stage is walked, it has a lower bound from walks through single layers l,
-#
-#     forward      max over l of  saved(i, l) + F(l)  + received(i, j)
-#     backward     max over l of  B(l) - received(l) + Σ over the layers m behind l of their largest change
-#
-# where a layer behind frees what it keeps or received and, in a first backward without a gradient reduction, leaves its
-# gradients; with one they are in buckets. Bytes that only the single layer has are left out. If activations are in host
-# memory, a microbatch keeps what the last layer saved, saved(i, l) is 0, and only the backward of the last layer
-# counts. So no stage that fits is ever excluded, and `settle` replaces bounds by exact figures for the stages of plans
-# that turn out not to fit.
 
 Floats = NDArray[np.float64]
 
@@ -63,6 +48,18 @@ class StageBytesTable:
         self.most[int(exchanges), i, j] = memory.most_bytes()
 
 
+# Bytes are those at the peak of a step. Static memory, what a microbatch keeps and what crosses boundaries are exact,
+# found by rectangles (`structure`). What computations need in addition (`cost.memory.ledger`) is known exactly only
+# from a walk through the stage's ops. Until a stage is walked, it has a lower bound from walks through single layers l,
+#
+#     forward      max over l of  saved(i, l) + F(l)  + received(i, j)
+#     backward     max over l of  B(l) - received(l) + Σ over the layers m behind l of their largest change
+#
+# where a layer behind frees what it keeps or received and, in a first backward without a gradient reduction, leaves its
+# gradients; with one they are in buckets. Bytes that only the single layer has are left out. If activations are in host
+# memory, a microbatch keeps what the last layer saved, saved(i, l) is 0, and only the backward of the last layer
+# counts. So no stage that fits is ever excluded, and `settle` replaces bounds by exact figures for the stages of plans
+# that turn out not to fit.
 def stage_bytes(
     graph: Graph,
     structure: Structure,
@@ -210,16 +207,6 @@ def _sum(sizes: Integers, tensors: Sequence[int]) -> int:
     return int(sizes[list(tensors)].sum())
 
 
-# Seconds of every possible stage i:j of a graph at one microbatch size.
-#
-# They are whole picoseconds internally, so that stages of equal layers are exactly equal. One stage takes
-#
-#     t(i, j) = Σ over its ops of (forward + backward + accumulate) + overhead per instruction
-#
-# ``accumulate`` is charged to every microbatch, although the first of a step does not pay it. Instructions are a
-# forward and a backward, and in every stage but the first one receiving and one returning.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSecondsTable:
     """Seconds of stages i:j on one kind of device, (L, L + 1): one microbatch, its backward, the optimizer step.
@@ -233,6 +220,12 @@ class StageSecondsTable:
     optimizer: Floats
 
 
+# Seconds are whole picoseconds internally, so that stages of equal layers are exactly equal. One stage takes
+#
+#     t(i, j) = Σ over its ops of (forward + backward + accumulate) + overhead per instruction
+#
+# ``accumulate`` is charged to every microbatch, although the first of a step does not pay it. Instructions are a
+# forward and a backward, and in every stage but the first one receiving and one returning.
 def stage_seconds(
     graph: Graph,
     structure: Structure,
@@ -242,7 +235,7 @@ def stage_seconds(
     kind: DeviceKind,
     offload: Offload = ON_DEVICE,
 ) -> StageSecondsTable:
-    """Return the seconds of all stages on one device kind.
+    """Return the seconds of all stages i:j at a microbatch size on one device kind.
 
     An offloaded optimizer takes the time that it has with all ranks stepping.
     """

@@ -1,7 +1,8 @@
-"""The contents of every possible stage i:j of a graph, found once per graph, whatever the batch size.
+"""The contents of every possible stage i:j of a graph (`find_structure`), and sums over all intervals (`Rectangles`).
 
-The rules are those of spec.slices and cost.memory, evaluated for all intervals of layers together. A stage's needs are
-the union of its layers' needs, without what it produces itself, so the slices of single layers are sufficient:
+They are found once per graph, whatever the batch size. The rules are those of spec.slices and cost.memory, evaluated
+for all intervals of layers together. A stage's needs are the union of its layers' needs, without what it produces
+itself, so the slices of single layers are sufficient:
 
     ops, parameters, buffers, inputs    held if any layer of the stage needs them
     received                            produced before i, needed by a layer of the stage
@@ -25,15 +26,12 @@ from meshwright.spec import Graph, read_from_outside, slice_graph
 from meshwright.spec.recompute import kept_within
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
-# Sums over all intervals of layers at once: the items that a stage i:j holds, for every i and j.
-#
-# An item (an op, a parameter, a saved tensor) belongs to the stages i:j of a few rectangles i0 <= i < i1, j0 <= j < j1
-# of the (i, j) plane. The weight of all items of every stage is then a two-dimensional prefix sum over the corners of
-# the rectangles: O(items + L²) for a graph of L layers.
-
 Integers = NDArray[np.int64]
 
 
+# An item (an op, a parameter, a saved tensor) belongs to the stages i:j of a few rectangles i0 <= i < i1, j0 <= j < j1
+# of the (i, j) plane. The weight of all items of every stage is then a two-dimensional prefix sum over the corners of
+# the rectangles: O(items + L²) for a graph of L layers.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rectangles:
     """Rectangles as columns: the item, i0, i1, j0, j1 (shape (R, 5)), over a graph of ``num_layers`` layers."""

@@ -1,10 +1,10 @@
-"""Synchronous training with backup workers: a version is made of the first gradients, late ones are dropped.
+"""Synchronous training with backup workers: a version takes the first gradients; late workers continue or are stopped.
 
-Of n workers with b backups, the server updates version v when n - b gradients computed on v have arrived: a k-of-n
-join. Workers whose gradient has arrived then get version v + 1. A late worker finishes its computation, its gradient is
-dropped, and it continues with the next version that begins. So at least n - b workers begin every version, and every
-applied gradient was computed on the version that it updates. Source: Chen et al., "Revisiting Distributed
-Synchronous SGD" (2016), section 3.
+`BackupWorkers`: of n workers with b backups, the server updates version v when n - b gradients computed on v have
+arrived: a k-of-n join. Workers whose gradient has arrived then get version v + 1. A late worker finishes its
+computation, its gradient is dropped, and it continues with the next version that begins. So at least n - b workers
+begin every version, and every applied gradient was computed on the version that it updates. `StoppedBackups` stops late
+workers instead. Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), section 3.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Backups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackupWorkers(Backups):
-    """Late workers finish their computation, and its gradient is dropped."""
+    """Backup workers that continue: late workers finish their computation, and its gradient is dropped."""
 
     initial: Versions = field(default=Versions())
 
@@ -107,15 +107,9 @@ class BackupWorkers(Backups):
         return Decision(issues=tuple(issues))
 
 
-# Backup workers that are stopped: late workers abandon their computation and begin the next version with all others.
-#
-# Of n workers with b backups, the server updates a version when n - b gradients computed on it have arrived. At the end
-# of the update the other workers abandon their computations, and all n begin the next version. A gradient in flight at
-# that moment still arrives and is dropped. So a version takes the (n - b)-th smallest of n times, while `BackupWorkers`
-# lets late workers finish their computation and begin with the version after next. Source: Chen et al., "Revisiting
-# Distributed Synchronous SGD" (2016).
-
-
+# At the end of an update the late workers abandon their computations, and all n begin the next version. A gradient in
+# flight at that moment still arrives and is dropped. So a version takes the (n - b)-th smallest of n times, while
+# `BackupWorkers` lets late workers finish their computation and begin with the version after next.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
     """The current version, how many of its gradients have arrived, and the computing workers with two handles each.
@@ -133,7 +127,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedBackups(Backups):
-    """Late workers abandon their computation."""
+    """Backup workers that are stopped: late workers abandon their computation and begin the next version."""
 
     initial: Race = field(default=Race())
 

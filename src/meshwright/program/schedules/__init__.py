@@ -7,8 +7,8 @@ or in `shares` those of its share.
     chunked          gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
                      interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i
     bidirectional    zb-v, dualpipe-v, dualpipe    two stages on a rank, counted from both ends
-    asynchronous     pipedream, pipedream-vertical, pipedream-2bw, hetpipe    one stage on a rank, asynchronous: more
-                     than an order
+    asynchronous     pipedream, pipedream-vertical, pipedream-2bw, hetpipe    one stage on a rank; besides
+                     the order, weight versions that are stashed and dropped
 
 A user's own schedules yield typed instructions: `own_schedules` finds them, `orders` checks what they yield.
 """

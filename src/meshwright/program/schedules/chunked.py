@@ -1,4 +1,4 @@
-"""Schedules of pipelines with one stage on every rank.
+"""Schedules: one stage on every rank (gpipe, 1f1b, zb-h1, zb-h2), or several in turn (interleaved, looped-bfs).
 
     gpipe    all forwards, then all backwards in the order of the forwards         Huang et al., NeurIPS 2019
     1f1b     at most k microbatches in flight, then one forward, one backward      Narayanan et al., ICML 2021
@@ -11,14 +11,14 @@ PipeDream-Flush with replicated stages: k = ceil((R_s + R_(s+1) + …) / R_s), P
 per replica; no order of such ranks can deadlock, because k_s R_s > (k_(s+1) - 1) R_(s+1).
 
 Where replicas have shares of the microbatches, GPipe and 1F1B have windows in place of counts. With equal replicas 1F1B
-keeps k microbatches of a replica in flight. Where replica r of stage s computes m_r of M microbatches, one is due
-every M / m_r microbatches, and it runs
+keeps k microbatches of a replica in flight. Where replica r of stage s computes m_r of M microbatches, one is due every
+M / m_r microbatches, and it runs
 
     forward of m before backward of b  if  m - b < w_r = floor(M / m_r) + q        q = Σ stages behind max ceil(M / m_r)
 
 that is, while b is on its way through the later stages and back, and none of their replicas is waited for. With equal
-shares this is PipeDream's number of active minibatches. No order of such ranks can deadlock: let forwards of
-microbatch m happen at m, backwards at m + w_r; then every w_r of a stage is above q, and no w_r of the next one is.
+shares this is PipeDream's number of active minibatches. No order of such ranks can deadlock: let forwards of microbatch
+m happen at m, backwards at m + w_r; then every w_r of a stage is above q, and no w_r of the next one is.
 """
 
 from __future__ import annotations
@@ -44,14 +44,6 @@ from meshwright.program.schedules.seats import (
 )
 from meshwright.spec import Opcode, Plan, PlanError
 
-# Compiled loops of rule-based schedules, which write the orders of all ranks at once.
-#
-# in turn        a rank forwards until it is a given number of microbatches ahead of its backwards, then alternates
-#                backwards and forwards; step s of its forwards is chunk (s // k) mod v, microbatch
-#                (s // (k·v))·k + s mod k, of v chunks and rounds of k microbatches; backwards are the same with the
-#                chunks in reverse
-# zero bubble    forwards ahead, then gradients of inputs and forwards in turn; gradients of weights are deferred
-
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
 Rows = tuple[NDArray[np.int8], Column, Column]
@@ -61,6 +53,10 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (
 )
 
 
+# A compiled loop writes the orders of all ranks at once. A rank forwards until it is a given number of microbatches
+# ahead of its backwards, then alternates backwards and forwards; step s of its forwards is chunk (s // k) mod v,
+# microbatch (s // (k·v))·k + s mod k, of v chunks and rounds of k microbatches; backwards are the same with the chunks
+# in reverse.
 def write_in_turn(seats: Seats, ahead: Ids, round_size: Ids, *, last_first: bool = False) -> RankOrders:
     """Write orders of at most ``ahead`` forwards ahead, in rounds of ``round_size`` microbatches, both by rank.
 
@@ -73,7 +69,10 @@ def write_in_turn(seats: Seats, ahead: Ids, round_size: Ids, *, last_first: bool
 
 
 def write_zero_bubble(seats: Seats, ahead: Ids, behind: Ids) -> RankOrders:
-    """Write orders with forwards ``ahead`` and gradients of weights ``behind``, by rank."""
+    """Write orders by rank: forwards ``ahead``, then gradients of inputs and forwards in turn.
+
+    Gradients of weights are deferred until they are ``behind``.
+    """
     orders = _empty(seats, 3)
     _write_zero_bubble(
         orders.offsets, ahead, behind, seats.stages[:, 0].copy(), (seats.firsts, seats.steps), _rows(orders)
@@ -154,20 +153,13 @@ def _write_zero_bubble(
             stage[i] = stages[rank]
 
 
-# Schedules of pipelines whose ranks hold v stages each, assigned in turn.
+# Ranks hold v stages each, assigned in turn. With p positions, microbatches go in rounds of k (`write_in_turn`):
 #
-# With p positions, microbatches go in rounds of k; step s of the forwards computes chunk (s // k) mod v of microbatch
-# (s // (k·v))·k + s mod k, the backwards the chunks in reverse.
-#
-#     interleaved    (v - 1)·k + 2(p - 1 - i) forwards ahead, then one forward, one backward     Narayanan et al., SC
-#                                                                                                2021
-#     looped-bfs     chunk after chunk, all microbatches through each                            Lamy-Poirier, MLSys
-#                                                                                                2023
+#     interleaved    (v - 1)·k + 2(p - 1 - i) forwards ahead, then one forward, one backward (Narayanan et al., SC 2021)
+#     looped-bfs     chunk after chunk, all microbatches through each                  (Lamy-Poirier, MLSys 2023)
 #
 # k is the number of microbatches over max(1, microbatches // p) rounds, as in torch (ScheduleInterleaved1F1B); p in
 # Megatron-LM, which requires multiples of p.
-
-
 @writes_orders("interleaved")
 def interleaved(plan: Plan) -> RankOrders:
     """Return Megatron-LM's virtual pipeline. Raises PlanError for microbatches that do not divide into equal rounds."""

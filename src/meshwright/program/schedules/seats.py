@@ -1,7 +1,8 @@
-"""Layouts: where a schedule expects the stages of a plan, which rank has which, and with how many replicas.
+"""Layouts (`Seats`): where a schedule expects the stages of a plan, on which rank, with how many replicas; orders.
 
 A *position* is a place in the pipeline. In all layouts but the single one every stage has the same number of replicas,
-and the r-th replicas of all stages form a pipeline of their own.
+and the r-th replicas of all stages form a pipeline of their own. `OrderColumns` and `RankOrders` hold the computations
+of ranks.
 """
 
 from __future__ import annotations
@@ -17,15 +18,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshwright.spec import Placement, Plan, PlanError
 
-# The computations of ranks, in order, as columns: kind, stage and microbatch of each.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderColumns:
-    """Computations in order, each column of shape (n,); ``opcode`` is one of `spec.instructions.COMPUTATIONS`.
+    """Computations in order, as columns of shape (n,): kind, stage and microbatch of each.
 
-    ``joint``: runs together with the next one. Neither begins before both can, and their results are sent when both are
-    done.
+    ``opcode`` is one of `spec.instructions.COMPUTATIONS`. ``joint``: runs together with the next one. Neither begins
+    before both can, and their results are sent when both are done.
     """
 
     opcode: NDArray[np.int8]
@@ -166,7 +165,7 @@ def local_microbatches(plan: Plan, stage: int, rank: int) -> range | tuple[int, 
 
 
 def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
-    """Whether two stages compute each microbatch on one rank, so that nothing is sent between them.
+    """Return whether two stages compute each microbatch on one rank, so that nothing is sent between them.
 
     Raises PlanError if they do so for some microbatches only.
     """
@@ -189,7 +188,7 @@ def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
 
 
 def num_active(plan: Plan, stage: int) -> int:
-    """Return the microbatches that a replica of ``stage`` has in flight: PipeDream's number.
+    """Return the microbatches that a replica of ``stage`` has in flight: PipeDream's number of active minibatches.
 
     ceil((R_s + R_(s+1) + …) / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas, which
     never waits if its stages are balanced. Where stages form branches the sum goes along the path to the end with the

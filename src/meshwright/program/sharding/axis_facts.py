@@ -42,15 +42,15 @@ class AxisGraph:
         return op_dims(op.kind, op.attributes, inputs, outputs)
 
     def is_parameter(self, tensor: int) -> bool:
-        """Whether the tensor is a parameter, which may get the layout that its first reader wants."""
+        """Return whether the tensor is a parameter, which may get the layout that its first reader wants."""
         return self.graph.tensors[tensor].role == "parameter"
 
     def requires_gradient(self, tensor: int) -> bool:
-        """Whether a gradient of the tensor is computed."""
+        """Return whether a gradient of the tensor is computed."""
         return self.graph.mode == "training" and self.graph.tensors[tensor].requires_grad
 
     def depends_on_batch(self, tensor: int) -> bool:
-        """Whether some dim grows with the batch."""
+        """Return whether some dim grows with the batch."""
         return any(extent.per_sample for extent in self.graph.tensors[tensor].shape)
 
     def elements(self, tensor: int) -> int:
@@ -93,7 +93,7 @@ class AxisGraph:
         return free
 
     def can_split(self, index: int, split: OpSplit) -> bool:
-        """Whether every tensor of the op that has the label can be split along it."""
+        """Return whether every tensor of the op that has the label can be split along it."""
         dims = self.dims[index]
         if split.label in dims.fixed:
             return False
@@ -120,5 +120,5 @@ class AxisGraph:
 
 
 def divides(extent: Extent, size: int) -> bool:
-    """Whether ``size`` ranks get equal parts at every batch size."""
+    """Return whether ``size`` ranks get equal parts at every batch size."""
     return extent.fixed % size == 0 and extent.per_sample % size == 0

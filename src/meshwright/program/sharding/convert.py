@@ -2,7 +2,7 @@
 
 `placements.toml` lists the conversions. A tensor that several ops read in the same layout is converted once, before the
 first of them; the gradients of its readers are summed before they are exchanged. Readers that give whole gradients and
-readers that give parts of a sum need separate conversions.
+readers that give parts of a sum need separate conversions. `exchange_rows` adds those of a mixture of experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from meshwright.spec.sharding import Layout
 
 
-# Dispatch and combine: the ops that send sorted choices to the ranks of their experts, and back.
+_INDEX = "aten.index.Tensor"
+
+
+# Dispatch and combine, the ops that send sorted choices to the ranks of their experts, and back:
 #
 #     exchange_counts   ends of all experts → number of rows from each rank for each local expert
 #     arrival           those counts → indices, into the rows that arrive rank by rank, in the order of their experts
@@ -37,10 +40,6 @@ if TYPE_CHECKING:
 #     aten.index        rows that arrived → in the order of the experts, and back
 #
 # Only counts and rows are exchanged. The tensors have the sizes for experts that are chosen equally often.
-
-_INDEX = "aten.index.Tensor"
-
-
 def exchange_rows(made: Conversions, mixture: Grouped) -> None:
     """Add the exchanges of a mixture of experts to the conversions of its graph."""
     graph, size = made.state.facts.graph, made.state.facts.size

@@ -1,9 +1,10 @@
-"""Labelled dims of an op's inputs and outputs: which of them are the same, and which cannot be split.
+"""Labelled dims of an op's inputs and outputs (`op_dims`): which of them are the same, and which cannot be split.
 
 A dim is written as factors, major to minor, each with a label: 768 columns that are 12 heads of 64 are (h, k). An op
-can be split along a label; every tensor that has it is split there. If other labels come before it in its dim,
-each of their parts is split (`Shard.parts`). Sizes are whole numbers: those of the batch are computed for a prime
-number of samples, `SAMPLES`, so that no other size divides them by chance.
+can be split along a label; every tensor that has it is split there. If other labels come before it in its dim, each of
+their parts is split (`Shard.parts`). Sizes are whole numbers: those of the batch are computed for a prime number of
+samples, `SAMPLES`, so that no other size divides them by chance. Functions such as `normed`, `reduced` and
+`convolution` give the dims of operators whose equation follows from shapes and attributes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from meshwright.program.sharding.op_signatures import Dims, Found, Shape
-
-
-# Dims of operators whose equation follows from shapes and attributes: norms, sums, convolutions.
 
 
 def broadcast(call: OpSignature) -> Found:
@@ -161,7 +159,7 @@ class OpDims(NamedTuple):
     inner: frozenset[str] = frozenset()
 
     def in_outputs(self, label: str) -> bool:
-        """Whether some output is split along the label; otherwise the outputs are sums over the ranks."""
+        """Return whether some output is split along the label; otherwise the outputs are sums over the ranks."""
         return any(find_label(dims, label) for dims in self.outputs)
 
     def split_at(self, dims: Dims, place: tuple[int, int]) -> OpSplit | None:
@@ -182,7 +180,7 @@ class OpDims(NamedTuple):
 
 
 def gradient_is_sum(dims: OpDims, position: int, split: OpSplit | None, *, product: bool) -> bool:
-    """Whether each rank has only a part of an input's gradient, because the input is whole but its use is split.
+    """Return whether each rank has only a part of an input's gradient, because the input is whole but its use is split.
 
     Where a product sums over the ranks, an input without the summed dim is a bias, which is added once.
     """

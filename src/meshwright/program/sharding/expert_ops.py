@@ -1,4 +1,4 @@
-"""Check that the ranks of the expert axis divide the experts, of a graph's modules or of a model configuration."""
+"""Experts: mixtures of grouped products in a graph (`find_grouped`); checks that the expert axis divides them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Op
 
 
-# Grouped products: find the part of a graph that computes on a router's choices, sorted by expert.
-#
-# A mixture without capacity computes every matrix of its experts by one product (torch's ``_grouped_mm``; transformers,
-# torchtitan): of T tokens with k choices each, the S = k·T choices are sorted by expert, and ``ends`` holds where the
-# rows of each expert end.
-#
-#     ids (S)  ─sort─▶ sorted ids, order ;   tokens[order // k] ─▶ rows (S, ·) ;   histogram(ids) ─cumsum─▶ ends (E)
-#     rows ─grouped product(matrices, ends)─▶ ... ─grouped product─▶ rows ;   rows[inverse of order] ─▶ choices
-#
-# On the expert axis each rank sorts the choices of its own samples. The ops between the first product and the last
-# one, including biases that an expert's rows read, run on the rank that has the expert: ``entering`` rows are sent
-# there, ``leaving`` ones back, and none is dropped. The number of rows depends on the router: the local graph has the
-# number for experts that are chosen equally often.
-#
-# Any graph is read in this way, by operators and not by names; a grouped product whose rows are sorted in another way
-# is refused.
-
 # The label of the sorted choices, and of the experts that they are sorted by.
 ROWS = "rows"
 PRODUCTS = ("grouped_mm", "_grouped_mm")
@@ -49,7 +32,7 @@ _Kind = Literal["ids", "order", "rows", "biases", "counts", "blank", "inverse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouped:
-    """One mixture: its ``module``, and tensors and ops of its graph (ids).
+    """The part of a graph that computes on a router's choices, sorted by expert: its ``module``, tensors and ops (ids).
 
     ``moved``: ops that run where the experts are, ascending; they read ``ids`` and ``ends``. ``rows``: all tensors
     whose first dim is the sorted choices. ``dims``: dims of ops that the table of operators cannot give.
@@ -66,6 +49,20 @@ class Grouped:
     dims: Mapping[int, OpDims]
 
 
+# A mixture without capacity computes every matrix of its experts by one product (torch's ``_grouped_mm``; transformers,
+# torchtitan): of T tokens with k choices each, the S = k·T choices are sorted by expert, and ``ends`` holds where the
+# rows of each expert end.
+#
+#     ids (S)  ─sort─▶ sorted ids, order ;   tokens[order // k] ─▶ rows (S, ·) ;   histogram(ids) ─cumsum─▶ ends (E)
+#     rows ─grouped product(matrices, ends)─▶ ... ─grouped product─▶ rows ;   rows[inverse of order] ─▶ choices
+#
+# On the expert axis each rank sorts the choices of its own samples. The ops between the first product and the last one,
+# including biases that an expert's rows read, run on the rank that has the expert: ``entering`` rows are sent there,
+# ``leaving`` ones back, and none is dropped. The number of rows depends on the router: the local graph has the number
+# for experts that are chosen equally often.
+#
+# Any graph is read in this way, by operators and not by names; a grouped product whose rows are sorted in another way
+# is refused.
 @lru_cache(maxsize=8)
 def find_grouped(graph: Graph) -> tuple[Grouped, ...]:
     """Return the mixtures of a graph, in its order.

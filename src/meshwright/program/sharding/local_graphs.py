@@ -1,4 +1,4 @@
-"""Shard a graph (`shard_graph`): axis by axis, each localises the local graph of the axis before it."""
+"""Shard a graph (`shard_graph`) axis by axis: each axis localises the local graph of the one before (`localise`)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from meshwright.spec import Tensor
 
 
-# Local graph: what one rank of an axis computes, given how every op and tensor is split.
-#
-# Tensors keep their ids and get local shapes; ops keep their order and get local FLOPs. Where ops read a tensor in
-# another layout, an op of kind ``mesh.*`` comes before the first that reads it so; its output is a new tensor. A sum
-# over the ranks is a new tensor, too, from which the op after it makes the old one.
-
 Shape = tuple[Extent, ...]
 
 
+# Tensors keep their ids and get local shapes; ops keep their order and get local FLOPs. Where ops read a tensor in
+# another layout, an op of kind ``mesh.*`` comes before the first that reads it so; its output is a new tensor. A sum
+# over the ranks is a new tensor, too, from which the op after it makes the old one.
 def localise(state: PropagationState, axis: Axis, sharding: Sharding) -> tuple[Graph, Conversions, tuple[int, ...]]:
-    """Return the local graph, its conversions, and the new index of each op of the whole graph."""
+    """Return the local graph, its conversions, and the new index of each op of the whole graph.
+
+    The local graph is what one rank of an axis computes, given how every op and tensor is split.
+    """
     graph = state.facts.graph
     tensors = [_local_tensor(state, i) for i in range(len(graph.tensors))]
     for index in range(len(graph.ops)):
@@ -155,7 +155,7 @@ def _own_attributes(state: PropagationState, index: int, tensors: list[Tensor]) 
 
 
 def local_attributes(op: Op, rank: int, old: Shape, new: Shape) -> tuple[tuple[str, str], ...]:
-    """The attributes of an op whose first output has the shape ``new`` in place of ``old``.
+    """Return the attributes of an op whose first output has the shape ``new`` in place of ``old``.
 
     ``rank``: the dims of its first input.
     """

@@ -46,7 +46,7 @@ class AxisRule(Protocol):
         """Return the layout of a completed sum over the ranks."""
 
     def is_given(self, facts: AxisGraph, index: int) -> bool:
-        """Whether the user specifies how an op is split, so that propagation must not change it."""
+        """Return whether the user specifies how an op is split, so that propagation must not change it."""
 
 
 class PropagationState(NamedTuple):
@@ -65,7 +65,7 @@ class PropagationState(NamedTuple):
         return [*(dims.place_in(item, self.splits[index]) for item in dims.inputs[:reads]), *unread]
 
     def sums_gradient(self, index: int, position: int) -> bool:
-        """Whether each rank has only a part of the gradient of this input of the op."""
+        """Return whether each rank has only a part of the gradient of this input of the op."""
         facts, row = self.facts, self.facts.rows[index]
         product = row is not None and row.product
         return facts.requires_gradient(facts.graph.ops[index].inputs[position]) and gradient_is_sum(

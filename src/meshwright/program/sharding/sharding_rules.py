@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from meshwright.spec.exchange import Axis
 
 
-# Decide whether the output of a column-parallel product can stay split.
-#
-# It can if every path from there leads, without a reader that needs it whole, to a row-parallel product, to a
-# loss over the vocabulary, or out of the graph; and if other inputs of ops on the way are split in the same way.
-
 # A tensor split at (dim, parts).
 _Piece = tuple[int, int, int]
 
@@ -50,8 +45,11 @@ class _Walk(NamedTuple):
     needed: set[_Piece]
 
 
+# The output of a column-parallel product can stay split if every path from there leads, without a reader that needs it
+# whole, to a row-parallel product, to a loss over the vocabulary, or out of the graph; and if other inputs of ops on
+# the way are split in the same way.
 def is_absorbed(state: PropagationState, index: int, split: OpSplit) -> bool:
-    """Whether all readers of the outputs of op ``index`` can continue with them split along ``split``."""
+    """Return whether all readers of the outputs of op ``index`` can continue with them split along ``split``."""
     walk = _Walk(state, index, {}, set())
     return _outputs_absorbed(walk, index, split) and all(_may_be(walk, piece) for piece in walk.needed)
 
@@ -119,7 +117,7 @@ def rule_for(axis: Axis, sharding: Sharding) -> AxisRule:
 
 
 def is_meant(placement: OpPlacement, op: Op) -> bool:
-    """Whether a placement is for this op; ops that an axis has added are never meant."""
+    """Return whether a placement is for this op; ops that an axis has added are never meant."""
     named = fnmatchcase(op.name, placement.op) or fnmatchcase(op.module, placement.op)
     return named and not op.kind.startswith(MESH)
 

@@ -1,15 +1,14 @@
-"""Alpa's profiling database (``prof_database.pkl``) and its result tables (``.tsv``) as rows of the measurement table.
+"""Alpa's profiling database (``prof_database.pkl``) and its result tables (``.tsv``) as rows; a safe reader of pickles.
 
 The database holds, per mesh of (hosts, devices per host), lists of (elements of the full tensor, seconds) for each
 collective over all groups of a factorisation of the mesh at once, and (floating-point operations, seconds) of square
-matrix products (Zheng et al., OSDI 2022, artifact; ``alpa/mesh_profiling.py``). Two kinds of rows are not
-measurements:
+matrix products (Zheng et al., OSDI 2022, artifact; ``alpa/mesh_profiling.py``). Two kinds of rows are not measurements:
 
     noop      sizes at which the op does nothing: none at all, fewer elements than ranks (all-gather, reduce-scatter),
               fewer than ranks² (all-to-all): what was timed is the empty loop
     plateau   points that were raised so that bandwidth never falls with size: size / seconds is its neighbour's
 
-Points of infinite seconds (a series that failed) are left out and counted.
+Points of infinite seconds (a series that failed) are left out and counted. `load_pickle` reads a pickle as plain data.
 """
 
 from __future__ import annotations
@@ -33,19 +32,6 @@ from meshwright.spec import DTYPE_BYTES, DocumentError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
-# A stranger's pickle as plain data: numbers, texts, tuples, lists, mappings and objects of the classes that are named.
-#
-# The opcodes are interpreted here, over a list of those that build data; Python's own unpickler is never called,
-# nothing is imported and nothing is run. A name of a module is only a `GlobalName`; what may be made from one is
-# decided by it alone:
-#
-#     numpy.core.multiarray.scalar(dtype, bytes)   a float64 or int64      numpy.dtype('f8' or 'i8', ...)   its dtype
-#     collections.defaultdict(list)                an empty mapping        _codecs.encode(text, 'latin1')   bytes
-#     a class that is named                        an `PickledObject`
-#
-# Mappings stay lists of pairs (`Pairs`): to hash a key that shares its parts a hundred times over would never end.
-# Source of the opcodes: pickletools of CPython, protocols 2 to 5.
 
 # The database of 8,000 collectives takes 104,000; each costs about a microsecond and a hundred bytes.
 MAX_OPCODES = 5_000_000
@@ -88,8 +74,20 @@ class _Dtype:
 _MARK = object()
 
 
+# A stranger's pickle is read without Python's unpickler: the opcodes that build data are interpreted here; no code of
+# it is imported or run. A name of a module is only a `GlobalName`, and may become
+#
+#     numpy.core.multiarray.scalar(dtype, bytes)   a float64 or int64      numpy.dtype('f8' or 'i8', ...)   its dtype
+#     collections.defaultdict(list)                an empty mapping        _codecs.encode(text, 'latin1')   bytes
+#     a class that is named                        an `PickledObject`
+#
+# Mappings stay lists of pairs (`Pairs`): to hash a key that shares its parts a hundred times over would never end.
+# Source of the opcodes: pickletools of CPython, protocols 2 to 5.
 def load_pickle(content: bytes, classes: Collection[str]) -> Any:
-    """The plain data of a pickle whose objects are of ``classes`` ("module.Name"); DocumentError for all else."""
+    """Return the plain data of a pickle whose objects are of ``classes`` ("module.Name").
+
+    Raises DocumentError for any other pickle.
+    """
     machine = _Machine(frozenset(classes))
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
@@ -191,7 +189,7 @@ class _Machine:
         self._stack.append(PickledObject(name.text))
 
     def reduce(self) -> None:
-        """One of the few calls that stand for plain data."""
+        """Evaluate one of the few allowed calls, whose results are plain data."""
         arguments, name = self.pop(), self.pop()
         if not isinstance(name, GlobalName) or type(arguments) is not tuple:
             raise ValueError("no call")
@@ -276,7 +274,7 @@ _SAME = 1e-9
 
 
 def read_database(content: bytes, *, device: str, source: str) -> Imported:
-    """Rows of a profiling database on devices of one kind. Raises DocumentError for any other pickle."""
+    """Return rows of a profiling database on devices of one kind. Raises DocumentError for any other pickle."""
     meshes = _pairs(load_pickle(content, {_RESULT}), "a mapping of meshes")
     rows: list[Row] = []
     num_series = 0
@@ -308,7 +306,7 @@ def read_database(content: bytes, *, device: str, source: str) -> Imported:
 
 
 def read_results(text: str, *, device: str, source: str) -> Imported:
-    """Step times of Alpa's result tables: rows of latencies in seconds; failed ones and rates alone are left out."""
+    """Return step times of Alpa's result tables: rows of latencies in seconds, without failed ones and rates alone."""
     rows: list[Row] = []
     left_out = {"failed, or no latency": 0}
     for line in text.splitlines():

@@ -50,7 +50,7 @@ _COLLECTIVES = {"alltoall": "all_to_all"}
 
 
 def read_public(columns: Columns, *, source: str) -> Imported | None:
-    """Rows of a public table, identified by its column names; None for an unknown table."""
+    """Return rows of a public table, identified by its column names; None for an unknown table."""
     for needed, kind, convert in _KINDS:
         if needed <= columns.keys():
             try:

@@ -1,10 +1,10 @@
-"""What kind of measurements a file holds, told by its content, and its rows.
+"""The rows of any file of measurements (`import_file`), of profiler traces, and of PipeDream's profiles.
 
     parquet    our own table, or a public one (aiconfigurator)        {...}      a trace, or a table of one device
     pickle     Alpa's profiling database, read by `alpa` alone     a -- b     PipeDream's profile
     a,b,c      a public table (aiconfigurator, vTrain)                tabs       Alpa's results
 
-Any of them may be compressed (gzip). Sizes are limited before anything is read.
+The content decides the kind. Any of them may be compressed (gzip). Sizes are limited before anything is read.
 """
 
 from __future__ import annotations
@@ -32,15 +32,6 @@ from meshwright.spec.parsing import parse_data
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
-# A trace of torch's profiler (Kineto, Chrome trace events) as rows: the ops of a user's own run, with their shapes.
-#
-#     time of an op = its kernels' time where the trace has kernels of a GPU, else the op's own time on the processor
-#
-# What counts is the outermost ``aten`` op on each thread, with all that it calls; ops that are alike (name, shapes,
-# dtypes, other arguments) become one row: median, spread and number. Products of two matrices become rows ``matmul``,
-# all others rows ``aten.NAME`` with the inputs in the form of a captured op. The trace must have been taken with
-# ``record_shapes=True``. Events: ``torch/csrc/autograd/profiler_kineto.cpp`` and libkineto's ``output_json.cpp``.
 
 # Names of C++ types as the profiler writes them.
 _DTYPES = {
@@ -88,21 +79,30 @@ class _Event:
 
 
 def without_bare_numbers(content: bytes) -> bytes:
-    """The text of a trace with ``null`` for each ``inf``, ``Infinity`` or ``NaN``; every other text as it is."""
+    """Return the text of a trace with ``null`` for each ``inf``, ``Infinity`` or ``NaN``; every other text as it is."""
     if b'"traceEvents"' not in content or _ANY_BARE.search(content) is None:
         return content
     return _BARE.sub(lambda found: found[0] if found[0].startswith(b'"') else b"null", content)
 
 
 def is_trace(data: Any) -> bool:
-    """Whether plain data is a trace."""
+    """Return whether plain data is a trace."""
     return isinstance(data, dict) and isinstance(data.get("traceEvents"), list)
 
 
+# A trace of torch's profiler (Kineto, Chrome trace events):
+#
+#     time of an op = its kernels' time where the trace has kernels of a GPU, else the op's own time on the processor
+#
+# Counted is the outermost ``aten`` op on each thread, with all that it calls; ops that are alike (name, shapes, dtypes,
+# other arguments) become one row: median, spread and number. Products of two matrices become rows ``matmul``, all
+# others rows ``aten.NAME`` with the inputs in the form of a captured op. The trace must have been taken with
+# ``record_shapes=True``. Events: ``torch/csrc/autograd/profiler_kineto.cpp`` and libkineto's ``output_json.cpp``.
 def read_trace(data: dict[str, Any], *, device: str | None, source: str) -> Imported:
-    """Rows of the ops of a trace. ``device``: the name of the device kind; None takes the GPU's own name, or ``cpu``.
+    """Return rows of the ops of a trace, a user's own run, with their shapes.
 
-    Raises DocumentError for a trace without ops, or with GPUs of several kinds.
+    ``device``: the name of the device kind; None takes the GPU's own name, or ``cpu``. Raises DocumentError for a trace
+    without ops, or with GPUs of several kinds.
     """
     events = [event for event in data["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
     kernels = _kernels_by_launch(events)
@@ -288,7 +288,12 @@ def _device(data: dict[str, Any], has_kernels: bool, source: str) -> str:
     return DEVICES.get(name, name)
 
 
-# PipeDream's layer profiles (``graph.txt``): their lines, and rows of the measurement table.
+_NODE = re.compile(r"(?P<name>\S+) -- (?P<what>.*?) -- (?P<figures>forward_compute_time=[^\t]*?)(?: -- stage_id=\d+)?")
+_EDGE = re.compile(r"(\S+) -- (\S+)")
+_FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+
+
+# Lines of PipeDream's layer profiles (``graph.txt``):
 #
 #     node3 -- Conv2d(3, 64) -- forward_compute_time=MS, backward_compute_time=MS, activation_size=B, parameter_size=B
 #     <tab>node2 -- node3
@@ -296,14 +301,8 @@ def _device(data: dict[str, Any], has_kernels: bool, source: str) -> str:
 # Times are milliseconds of one minibatch on one device. In the table, inputs, which measure the loading of data, are
 # left out; an activation that is a list (``[a; b]``) counts as the sum. Format: `read_graph.py` and `graph/graph.py` of
 # the PipeDream repository (Narayanan et al., SOSP 2019).
-
-_NODE = re.compile(r"(?P<name>\S+) -- (?P<what>.*?) -- (?P<figures>forward_compute_time=[^\t]*?)(?: -- stage_id=\d+)?")
-_EDGE = re.compile(r"(\S+) -- (\S+)")
-_FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-
-
 class ProfiledLayer(NamedTuple):
-    """One line of a profile; ``activation_bytes`` are those of what the layer puts out."""
+    """One line of a profile; ``activation_bytes`` are those of the layer's output."""
 
     name: str
     what: str
@@ -314,12 +313,12 @@ class ProfiledLayer(NamedTuple):
 
     @property
     def is_input(self) -> bool:
-        """Whether it stands for the loading of data."""
+        """Return whether it stands for the loading of data."""
         return self.what.startswith("Input")
 
 
 def read_layers(text: str, *, source: str) -> Iterator[ProfiledLayer]:
-    """The layers of a profile, in its order. Raises DocumentError for lines of another kind."""
+    """Return the layers of a profile, in its order. Raises DocumentError for lines of another kind."""
     for line in text.splitlines():
         if not line.strip() or line.startswith("\t"):
             continue
@@ -330,7 +329,10 @@ def read_layers(text: str, *, source: str) -> Iterator[ProfiledLayer]:
 
 
 def read_edges(text: str, *, source: str) -> Iterator[tuple[str, str]]:
-    """Which layer hands its output to which, by their names. Raises DocumentError for lines of another kind."""
+    """Return pairs of layers by name: the first passes its output to the second.
+
+    Raises DocumentError for lines of another kind.
+    """
     for line in text.splitlines():
         if line.startswith("\t"):
             match = _EDGE.fullmatch(line.strip())
@@ -340,7 +342,7 @@ def read_edges(text: str, *, source: str) -> Iterator[tuple[str, str]]:
 
 
 def read_profile(text: str, *, device: str, source: str) -> Imported:
-    """Forward and backward of every layer in seconds. Raises DocumentError for lines of another kind."""
+    """Return forward and backward of every layer in seconds. Raises DocumentError for lines of another kind."""
     rows: list[Row] = []
     left_out = {"inputs (the loading of data)": 0, "passes that take no time": 0}
     for layer in read_layers(text, source=source):
@@ -385,7 +387,7 @@ _MAX_REFUSED = 0.01
 
 
 def import_file(path: Path | str, *, device: str | None = None) -> Imported:
-    """The rows of a file. ``device``: the name of the device kind, for files that do not say it.
+    """Return the rows of a file. ``device``: the name of the device kind, for files that do not contain it.
 
     Raises DocumentError for a file of another kind, too large, damaged, or without a device.
     """
@@ -424,7 +426,7 @@ def _parquet(path: Path, content: bytes) -> Imported:
 
 
 def _public(columns: dict[str, NDArray[Any]], path: Path) -> Imported:
-    """Public tables carry no checksums: where many figures cannot be, those that can be are spoilt as likely."""
+    """Read a public table. It has no checksum: if many figures are impossible, the others are as likely damaged."""
     imported = read_public(columns, source=path.name)
     if imported is None:
         raise _unknown(path)

@@ -24,7 +24,7 @@ _MAX_BYTES_PER_NUMBER = 10
 
 
 def pack_column(values: NDArray[Any], *, delta: bool = False, deflate: bool = True) -> dict[str, Any]:
-    """A column as JSON: ``count``, ``delta``, ``deflate`` and ``data`` (base64).
+    """Return a column as JSON: ``count``, ``delta``, ``deflate`` and ``data`` (base64).
 
     Args:
         values: Whole numbers, shape (count,).

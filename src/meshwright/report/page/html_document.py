@@ -1,4 +1,4 @@
-"""The page document: the content of one HTML report, as plain JSON.
+"""The page document: the content of one HTML report, as plain JSON (`page_document`); and as one file (`page_html`).
 
     title        the heading of the page
     cluster      `cluster_part`, or absent
@@ -31,16 +31,6 @@ import numpy as np
 from meshwright import __version__
 from meshwright.report.page.page_results import memory_part, plan_part, timeline_part
 from meshwright.spec import Cluster, DocumentError, Graph, Plan, Timeline, write_text
-
-# A page document as one HTML file that needs nothing else: no network, no library, no second file.
-#
-# Pictures are drawn by Meshwright's own code (about 90 kB of JavaScript, ``*.js`` beside this module) on canvas and
-# SVG: plotly, the usual choice, is larger by itself than a whole report may be (its bundle exceeds 2 MB).
-#
-# A hostile name does no harm: the document is in a data block in which ``<``, ``>`` and ``&`` are written as escapes,
-# so nothing in it can end the block; scripts put text into the page as text, never as markup; and the
-# Content-Security-Policy allows exactly the one script and the one style sheet of the page (by their SHA-256) and no
-# request at all.
 
 # In the order of their dependencies.
 SCRIPTS = (
@@ -78,18 +68,18 @@ START_SCRIPT = "start.js"
 
 @cache
 def page_script() -> str:
-    """The JavaScript of all parts: defines the global ``Meshwright``, draws nothing by itself."""
+    """Return the JavaScript of all parts: it defines the global ``Meshwright`` and draws nothing by itself."""
     return "\n".join(_read(name) for name in SCRIPTS)
 
 
 @cache
 def page_style() -> str:
-    """The style sheet of all parts, with colours for light and dark."""
+    """Return the style sheet of all parts, with colours for light and dark."""
     return _read("page.css")
 
 
 def embed_json(data: Any) -> str:
-    """JSON that is safe inside a ``<script type="application/json">`` element, whatever its strings contain.
+    """Return JSON that is safe inside a ``<script type="application/json">`` element, whatever its strings contain.
 
     Raises DocumentError for a number that is not finite.
     """
@@ -103,8 +93,15 @@ def embed_json(data: Any) -> str:
     return text
 
 
+# The file needs nothing else: no network, no library, no second file. Pictures are drawn by Meshwright's own code
+# (about 90 kB of JavaScript, ``*.js`` beside this module) on canvas and SVG: plotly, the usual choice, is larger by
+# itself than a whole report may be (its bundle exceeds 2 MB).
+#
+# A hostile name does no harm. The document is in a data block in which ``<``, ``>`` and ``&`` are written as escapes,
+# so no text can end the block. Scripts put text into the page as text, never as markup. The Content-Security-Policy
+# allows exactly the one script and the one style sheet of the page (by their SHA-256) and no request at all.
 def page_html(document: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page as the text of one HTML file."""
     script, style = page_script() + "\n" + _read(START_SCRIPT), page_style()
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data: blob:; "
@@ -230,5 +227,5 @@ def result_part(
 
 
 def versions() -> str:
-    """The versions that a figure may depend on."""
+    """Return the versions that a figure may depend on."""
     return f"meshwright {__version__}, Python {platform.python_version()}, numpy {np.__version__}"

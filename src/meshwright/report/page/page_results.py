@@ -1,4 +1,4 @@
-"""Plans, memory and comparisons as parts of a page: plain rows, and what the pictures need besides."""
+"""Plans, clusters, timelines, memory and comparisons as parts of a page: plain rows, and what the pictures need."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ from meshwright.spec import Cluster, Graph, Link, Opcode, Plan, Timeline, instru
 from meshwright.spec.instructions import COLLECTIVES, SENDS
 from meshwright.spec.memory import MEMORY_GROUPS
 
-# A cluster and a plan as parts of a page: what runs where, and the traffic between stages.
-#
-# Flows are the bytes of the timeline's sends and reductions in one step; a flow's link is inside a node or between
-# nodes, depending on its ends.
-
 Row = dict[str, Any]
 
 # More nodes and devices are counted, not drawn: each device is a tile.
@@ -28,7 +23,7 @@ MAX_DEVICES = 1024
 
 
 def cluster_part(cluster: Cluster) -> Row:
-    """Nodes with their devices by rank, links, and the kinds of devices."""
+    """Return nodes with their devices by rank, links, and the kinds of devices."""
     nodes, rank = [], 0
     for node in cluster.nodes[:MAX_NODES]:
         room = max(MAX_DEVICES - rank, 0)
@@ -62,10 +57,12 @@ def cluster_part(cluster: Cluster) -> Row:
     }
 
 
+# Flows are the bytes of the timeline's sends and reductions in one step; a flow's link is inside a node or between
+# nodes, depending on its ends.
 def plan_part(
     plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None, timeline: Timeline | None = None
 ) -> Row:
-    """Stages of a plan with layers (named if the graph is given), ranks and, with a timeline, the traffic per step."""
+    """Return stages of a plan with layers (named if a graph is given), ranks and, with a timeline, traffic per step."""
     work = plan.workload
     return {
         "words": plan.describe(),
@@ -124,22 +121,19 @@ def _link_words(plan: Plan, cluster: Cluster | None, stage: int, peer: int) -> s
     return "between nodes" if nodes[0].isdisjoint(nodes[1]) else "inside and between nodes"
 
 
-# A timeline as a part of a page: all spans and memory samples, packed.
-#
-# Spans are ordered by track and start. ``gap`` is the time from the end of the previous span on the same track (0 for
-# the first) to the start, ``length`` the time from start to end, both in units of ``unit_ps``: the greatest number of
-# picoseconds that divides every time, so nothing is rounded and measured times, which are whole nanoseconds, are short.
-#
-# A page shows at most `MAX_SPANS` spans: whole steps from the first on, or the earliest spans of the first step.
-
 # 100,000 spans of 64 ranks make a page of about half a megabyte (benchmarks/report_page.py).
 MAX_SPANS = 200_000
 # Numbers that do not otherwise occur in names of instructions; each is replaced by the name of its field.
 _STAGE, _MICROBATCH, _PEER = 9_000_001, 9_000_002, 9_000_003
 
 
+# Spans and memory samples are packed. Spans are ordered by track and start. ``gap`` is the time from the end of the
+# previous span on the same track (0 for the first) to the start, ``length`` the time from start to end, both in units
+# of ``unit_ps``: the greatest number of picoseconds that divides every time, so nothing is rounded and measured times,
+# which are whole nanoseconds, are short. A page shows at most `MAX_SPANS` spans: whole steps from the first on, or the
+# earliest spans of the first step.
 def timeline_part(timeline: Timeline, *, deflate: bool = True, max_spans: int = MAX_SPANS) -> Row:
-    """A timeline for `result_part`; ``deflate=False`` packs faster and larger, for pages served on this machine."""
+    """Return a timeline for `result_part`; ``deflate=False`` packs faster and larger, for pages on this machine."""
     shown = _shown_spans(timeline, max_spans)
     order = shown[np.lexsort((timeline.end_ps[shown], timeline.start_ps[shown], timeline.track[shown]))]
     cut_ps = int(timeline.end_ps[order].max(initial=0))
@@ -172,7 +166,7 @@ def timeline_part(timeline: Timeline, *, deflate: bool = True, max_spans: int = 
 
 
 def name_template(opcode: Opcode) -> str:
-    """The name of an instruction with ``{stage}``, ``{microbatch}`` and ``{peer}`` for its numbers."""
+    """Return the name of an instruction with ``{stage}``, ``{microbatch}`` and ``{peer}`` for its numbers."""
     name = instruction_name(opcode, _STAGE, _MICROBATCH, _PEER)
     for number, field in ((_STAGE, "stage"), (_MICROBATCH, "microbatch"), (_PEER, "peer")):
         name = name.replace(str(number), f"{{{field}}}")
@@ -267,7 +261,7 @@ def _spare_bytes(row: Row) -> float:
 
 
 def pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Indices of the rows whose plans no other one beats in step time, peak memory and samples/s together."""
+    """Return indices of the rows whose plans no other one beats in step time, peak memory and samples/s together."""
     points = [(row["step_time_s"], row["peak_memory_bytes"], -row["samples_per_s"]) for row in rows]
 
     def beaten(point: tuple[float, ...]) -> bool:
@@ -277,12 +271,12 @@ def pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def plans_part(rows: Sequence[Mapping[str, Any]], *, limit_bytes: int | None = None) -> Row:
-    """Ranked plans from the planner's rows, and the indices of those on the Pareto front."""
+    """Return ranked plans from the planner's rows, and the indices of those on the Pareto front."""
     return {"rows": [dict(row) for row in rows], "front": pareto_front(rows), "limit_bytes": limit_bytes}
 
 
 def comparison_part(comparison: Comparison, predicted: Timeline, measured: Timeline) -> Row:
-    """A comparison with the interval of each kind of instruction: ``predicted`` and ``measured``, p10 and p90 in s."""
+    """Return a comparison with p10 and p90 in s of each kind of instruction: ``predicted`` and ``measured``."""
     rows = comparison_rows(comparison)
     intervals = [_intervals(timeline) for timeline in (predicted, measured)]
     for row in rows["instructions"]:

@@ -25,7 +25,7 @@ def shown_document(
     cluster: Cluster | None = None,
     provenance: Mapping[str, str] | None = None,
 ) -> Row:
-    """The page document of a document of any kind.
+    """Return the page document of a document of any kind.
 
     Args:
         value: The document.
@@ -55,7 +55,7 @@ def shown_document(
 def comparison_document(
     comparison: Comparison, predicted: Timeline, measured: Timeline, *, provenance: Mapping[str, str] | None = None
 ) -> Row:
-    """The page document of a prediction and a measurement."""
+    """Return the page document of a prediction and a measurement."""
     name = "Predicted and measured"
     return page_document(
         name,

@@ -26,7 +26,7 @@ SYSTEMS: dict[str, Callable[[RegularPlan], Settings]] = {
 
 
 def export_settings(system: str, plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Settings:
-    """A plan as settings of another system (a key of `SYSTEMS`); the graph is needed as in `gather_facts`.
+    """Return a plan as settings of another system (a key of `SYSTEMS`); the graph is needed as in `gather_facts`.
 
     Raises PlanError for an unknown system, and for a plan that the system cannot express at all.
     """

@@ -34,7 +34,7 @@ NVME_PATH = "/local_nvme"
 
 
 def export_deepspeed(facts: RegularPlan) -> Settings:
-    """The configuration for the plan. Raises PlanError where DeepSpeed cannot run it at all."""
+    """Return the configuration for the plan. Raises PlanError where DeepSpeed cannot run it at all."""
     plan = facts.plan
     precision, numbers = plan.workload.precision, plan.workload.numbers
     if precision == "float64":
@@ -121,7 +121,7 @@ def _refuse(facts: RegularPlan) -> None:
 
 
 def uses_autotp(facts: RegularPlan) -> bool:
-    """Whether a key of the configuration splits ops; in a pipeline the script's layers do."""
+    """Return whether a key of the configuration splits ops; in a pipeline the script's layers do."""
     return facts.plan.sharding.tensor > 1 and facts.num_stages == 1
 
 
@@ -206,7 +206,10 @@ def _fill_in_pipeline(facts: RegularPlan) -> list[str]:
 
 
 def is_uniform(facts: RegularPlan) -> bool:
-    """Whether the cut is that of ``partition_method='uniform'``: equal numbers of layers, the first stages one more."""
+    """Return whether the cut is that of ``partition_method='uniform'``.
+
+    That has equal numbers of layers, the first stages one more.
+    """
     num_layers, count = facts.plan.stages[-1].stop, facts.num_stages
     sizes = [num_layers // count + (i < num_layers % count) for i in range(count)]
     return [stage.stop - stage.start for stage in facts.plan.stages] == sizes

@@ -23,7 +23,7 @@ DEFAULT_PORT = 29500
 
 
 def ranks_per_node(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
-    """Ranks that each node starts, one per device of the plan; nodes without any are left out.
+    """Return ranks that each node starts, one per device of the plan; nodes without any are left out.
 
     Raises PlanError if the cluster is too small.
     """
@@ -31,12 +31,12 @@ def ranks_per_node(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
 
 
 def uses_cpus(plan: Plan, cluster: Cluster) -> bool:
-    """Whether all ranks compute on CPUs."""
+    """Return whether all ranks compute on CPUs."""
     return all("cpu" in cluster.device_kind(device).name.lower() for device in plan.devices)
 
 
 def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:
-    """The text of a bash script that starts the plan with torchrun, on this node or on each of several.
+    """Return the text of a bash script that starts the plan with torchrun, on this node or on each of several.
 
     ``script`` and ``plan_file`` are the paths of both; arguments of the script are passed to ``meshwright run``.
     """
@@ -61,7 +61,7 @@ def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path
 
 
 def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path, options: str = "") -> list[str]:
-    """The commands for each of several nodes that start the plan with torchrun; empty for a plan of one node.
+    """Return the commands for each of several nodes that start the plan with torchrun; empty for a plan of one node.
 
     ``options`` of `meshwright run` are repeated.
     """
@@ -82,10 +82,9 @@ def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path, options: str = "
 
 
 def slurm_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:
-    """The text of a script for sbatch, to be submitted from the folder in which the plan was made.
+    """Return the text of a script for sbatch, to be submitted from the folder in which the plan was made.
 
-    Raises PlanError for nodes of different kinds: Slurm numbers its nodes itself, so ranks cannot be assigned to
-    nodes.
+    Raises PlanError for nodes of different kinds: Slurm numbers its nodes itself, so ranks cannot be assigned to nodes.
     """
     nodes = ranks_per_node(plan, cluster)
     used = [cluster.nodes[index] for index in devices_per_node(plan, cluster)]

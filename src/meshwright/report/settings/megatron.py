@@ -40,7 +40,7 @@ SHARDING_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def export_megatron(facts: RegularPlan) -> Settings:
-    """Arguments for the plan. Raises PlanError where Megatron-LM cannot run it at all."""
+    """Return arguments for the plan. Raises PlanError where Megatron-LM cannot run it at all."""
     plan = facts.plan
     if plan.workload.precision == "float64" or plan.workload.numbers.autocast:
         raise PlanError(

@@ -13,7 +13,7 @@ VERSION = "2.13"
 
 
 def export_orders(plan: Plan, text: str, *, num_lines: int, num_pipelines: int, shared_stage: int | None) -> Settings:
-    """The file, and what torch does not take from it.
+    """Return the file, and what torch does not take from it.
 
     ``text`` has ``num_lines`` lines, one per rank of a pipeline, of which the plan has ``num_pipelines``;
     ``shared_stage`` is on several lines, which torch refuses.

@@ -163,7 +163,7 @@ def read_shape(model: str) -> tuple[str | None, dict[str, Any]]:
 
 
 def describe_stages(facts: RegularPlan) -> str:
-    """The cut in layers: ``0:17, 17:34``."""
+    """Return the cut in layers: ``0:17, 17:34``."""
     return ", ".join(f"{start}:{stop}" for start, stop in facts.plan.bounds)
 
 
@@ -178,7 +178,7 @@ def require_transformer(facts: RegularPlan, system: str) -> None:
 
 
 def require_blocks(facts: RegularPlan, system: str) -> tuple[StageParts, ...]:
-    """The stages in blocks. Raises PlanError if the layers do not form a row of blocks."""
+    """Return the stages in blocks. Raises PlanError if the layers do not form a row of blocks."""
     if facts.stages is None:
         names = ", ".join(facts.layer_names[:4])
         raise PlanError(

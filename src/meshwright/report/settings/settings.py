@@ -1,4 +1,7 @@
-"""Settings: a file for another system, what the user has to fill in, and what the file cannot express."""
+"""Settings: a file for another system, what the user has to fill in, and what the file cannot express; plans refused.
+
+`refuse_unknown` and its like refuse plans that exports cannot describe; `find_again` names a plan's recompute.
+"""
 
 from __future__ import annotations
 
@@ -64,17 +67,13 @@ def notes(start: str, fill_in: Sequence[str], unsaid: Sequence[Unsaid]) -> list[
 
 
 def comment(lines: Sequence[str], mark: str = "# ") -> str:
-    """Lines as comments, whatever a name in them holds."""
+    """Return lines as comments, whatever a name in them holds."""
     return "".join(f"{mark}{' '.join(line.split())}\n" for line in lines)
 
 
-# How exports describe split ops, sharded states and recompute of a plan, and which plans they refuse.
-#
-# Exports name the fields that they support (`SAID`). A plan in which any other field differs from its default is
-# refused, because settings without it would describe another plan.
-
 # Fields of a plan that every export writes, lists as not expressed, or refuses by itself. Fields without a default are
-# written by all.
+# written by all. A plan in which any other field differs from its default is refused, because settings without it would
+# describe another plan.
 SAID: dict[type, frozenset[str]] = {
     Plan: frozenset(
         {"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "keeps", "offload"}
@@ -101,7 +100,7 @@ class RecomputeSplit:
     is_full: bool = False
 
     def describe(self) -> str:
-        """For people: ``every block``, ``layers 1, 2, 3``."""
+        """Return words for people: ``every block``, ``layers 1, 2, 3``."""
         if self.is_full:
             return "every block"
         words = {
@@ -114,7 +113,7 @@ class RecomputeSplit:
 
 
 def unknown_choices(plan: Plan) -> tuple[str, ...]:
-    """The settings of a plan that no export supports, as ``exchange.every_steps = 2``."""
+    """Return the settings of a plan that no export supports, as ``exchange.every_steps = 2``."""
     return tuple(dict.fromkeys(_unknown(plan, "")))
 
 
@@ -148,7 +147,7 @@ def refuse_unknown(plan: Plan) -> None:
 
 
 def moves_all(offload: Offload) -> bool:
-    """Whether parameters and optimizer states are both in host memory, as FSDP2's CPUOffloadPolicy keeps them."""
+    """Return whether parameters and optimizer states are both in host memory, as under FSDP2's CPUOffloadPolicy."""
     return offload == Offload(optimizer="host", parameters="host")
 
 
@@ -160,7 +159,10 @@ def refuse_offload(plan: Plan, system: str, knows: str) -> None:
 
 
 def find_again(plan: Plan, graph: Graph | None) -> RecomputeSplit:
-    """The recompute of the plan's ranges of ops in its graph. Raises PlanError if there are ranges, but no graph."""
+    """Return the name of the plan's recompute in its graph: attention, op, whole layers, or other ops.
+
+    Raises PlanError if the plan recomputes and no graph is given.
+    """
     if not plan.recompute:
         return RecomputeSplit()
     if graph is None:
@@ -180,7 +182,7 @@ def find_again(plan: Plan, graph: Graph | None) -> RecomputeSplit:
 
 
 def describe_axes(sharding: Sharding) -> str:
-    """The axes with their details, for a person who sets them up: ``context 2 (keys and values in a ring)``."""
+    """Return the axes with their details, for a person who sets them up: ``context 2 (keys and values in a ring)``."""
     details = []
     if sharding.sequence_parallel:
         details.append(f"inputs of products {'gathered again in backward' if sharding.regather else 'kept whole'}")
@@ -190,7 +192,7 @@ def describe_axes(sharding: Sharding) -> str:
 
 
 def leading_blocks(facts: RegularPlan) -> int | None:
-    """N if exactly the first N blocks of every stage are recomputed (all of a stage with fewer blocks), else None."""
+    """Return N if exactly the first N blocks of every stage (or all, if fewer) are recomputed, else None."""
     if facts.again.kind != "layers" or facts.stages is None:
         return None
     counts = []
@@ -233,7 +235,7 @@ def refuse_split_experts(facts: RegularPlan, system: str) -> None:
 
 
 def unsaid_experts(facts: RegularPlan, system: str, others: str) -> list[Unsaid]:
-    """What systems do in their own way with experts; ``others``: also for what the ranks of the axis replicate."""
+    """Return what systems do differently with experts; ``others``: what they do with everything but experts."""
     if facts.plan.sharding.expert == 1:
         return []
     return [
@@ -246,7 +248,7 @@ def unsaid_experts(facts: RegularPlan, system: str, others: str) -> list[Unsaid]
 
 
 def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1) -> list[Unsaid]:
-    """Systems shard states over ranks with other tokens of the same samples; plans do not."""
+    """Return, as not expressed: systems shard states over ranks of the context axis, too; plans do not."""
     if facts.plan.sharding.context == 1 or facts.zero < zero_from:
         return []
     return [
@@ -258,7 +260,7 @@ def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1
 
 
 def unsaid_products(facts: RegularPlan) -> list[Unsaid]:
-    """Types of matrix products that are not the type of a factor; systems leave them to the script."""
+    """Return types of matrix products that are not the type of a factor; systems leave them to the script."""
     numbers = facts.plan.workload.numbers
     if not numbers.products:
         return []
@@ -271,7 +273,7 @@ def unsaid_products(facts: RegularPlan) -> list[Unsaid]:
 
 
 def unsaid_early_stop(system: str) -> Unsaid:
-    """Systems recompute all of a block; plans omit the end that no backward reads."""
+    """Return, as not expressed, that systems recompute all of a block; plans omit the end that no backward reads."""
     return Unsaid(
         what="the end of a block that no backward reads, omitted from recompute",
         reason=f"{system} recomputes all of it",

@@ -67,26 +67,26 @@ class Arrays:
         return np.ascontiguousarray(full.reshape(draws, *result.shape))
 
     def operand(self, values: NDArray[Any]) -> Indexed:
-        """The tensor of (draws, sizes...) numbers."""
+        """Return the tensor of (draws, sizes...) numbers."""
         return Indexed(tuple(values.shape[1:]), lambda *index: self._gathered(values, index))
 
     def total(self, extent: int, body: Callable[[Any], Element]) -> Element:
-        """The sum over an index."""
+        """Return the sum over an index."""
         values, axis = self._spread(extent, body)
         return Element(self.numbers, self.numbers.reduce(values.sum(axis=axis, keepdims=True)))
 
     def largest(self, extent: int, body: Callable[[Any], Element]) -> Element:
-        """The largest over an index."""
+        """Return the largest over an index."""
         values, axis = self._spread(extent, body)
         return Element(self.numbers, self._unordered(self._ordered(values).max(axis=axis, keepdims=True)))
 
     def lowest(self) -> Element:
-        """A value below all numbers."""
+        """Return a value below all numbers."""
         low = -np.inf if self.numbers.dtype is np.float64 else self._unordered(np.array(-(PRIME // 2)))
         return self._constant(low)
 
     def within(self, index: Any, low: Any, high: Any) -> Any:
-        """Whether ``low <= index < high``."""
+        """Return whether ``low <= index < high``."""
         return np.logical_and(index >= low, index < high)
 
     def both(self, *conditions: Any) -> Any:
@@ -108,11 +108,11 @@ class Arrays:
         return truth * then + (self.number(1) - truth) * otherwise
 
     def apply(self, function: str, *arguments: Element) -> Element:
-        """A function of scalars."""
+        """Return a function of scalars."""
         return Element(self.numbers, self.numbers.apply(function, *(argument.values for argument in arguments)))
 
     def number(self, value: float | Fraction) -> Element:
-        """A constant."""
+        """Return a constant."""
         return self._constant(self.numbers.constant(Fraction(value)))
 
     def inverse_size(self, extent: int) -> Element:
@@ -124,7 +124,7 @@ class Arrays:
         return index // by, index % by
 
     def looked_up(self, value: Element, extent: int) -> Any:
-        """A scalar as an index."""
+        """Return a scalar as an index."""
         return np.asarray(value.values, np.int64) % extent
 
     def same(self, one: int, other: int, why: str) -> None:
@@ -133,13 +133,13 @@ class Arrays:
             raise IllTypedError(f"{why}: {one} and {other}")
 
     def repeats(self, size: int, wanted: int, why: str) -> bool:
-        """Whether a size of 1 is repeated to another; otherwise both have to be equal."""
+        """Return whether a size of 1 is repeated to another; otherwise both have to be equal."""
         if size != 1:
             self.same(size, wanted, why)
         return bool(size == 1 and wanted != 1)
 
     def quotient(self, extent: int, by: int, why: str) -> int:
-        """The whole quotient of a size that must be divisible."""
+        """Return the whole quotient of a size that must be divisible."""
         if by < 1 or extent % by:
             raise IllTypedError(f"{why}: {extent} is not a multiple of {by}")
         return extent // by
@@ -150,7 +150,7 @@ class Arrays:
             raise IllTypedError(f"{why}: {low} above {high}")
 
     def floored(self, number: int, by: int) -> int:
-        """The quotient, rounded down."""
+        """Return the quotient, rounded down."""
         return number // by
 
     def _places(self, axis: int, size: int) -> NDArray[Any]:

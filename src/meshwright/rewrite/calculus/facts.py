@@ -54,7 +54,7 @@ class LetterBounds:
         return Polynomial.letter(letter)
 
     def fresh(self, prefix: str, low: int | Polynomial, high: int | Polynomial | None = None) -> Polynomial:
-        """A new letter that does not exist yet."""
+        """Return a new letter that does not exist yet."""
         return self.declare(f"{prefix}{len(self._order)}", low, high)
 
     def assume(self, guard: Guard) -> None:
@@ -65,7 +65,7 @@ class LetterBounds:
             self._kept.clear()
 
     def allows(self, values: Mapping[Letter, Polynomial]) -> bool:
-        """Whether the assumptions on letters with a value in ``values`` hold; others are not checked."""
+        """Return whether the assumptions on letters with a value in ``values`` hold; others are not checked."""
         for guard in self._assumed:
             number = guard.substitute(values).constant
             if number is not None and number < 0:
@@ -81,7 +81,7 @@ class LetterBounds:
             self.assume(-difference)
 
     def are_equal(self, one: Polynomial, other: Polynomial) -> bool:
-        """Whether it follows that two numbers are equal."""
+        """Return whether it follows that two numbers are equal."""
         difference = self._reduced(one - other)
         if not difference.terms:
             return True
@@ -97,7 +97,7 @@ class LetterBounds:
         return number
 
     def floored(self, number: Polynomial, by: Polynomial) -> Polynomial:
-        """The letter of a quotient that is rounded down; equal numbers give the same letter."""
+        """Return the letter of a quotient that is rounded down; equal numbers give the same letter."""
         if (number, by) not in self._quotients:
             quotient = self.fresh("f", 0)
             self._quotients[number, by] = quotient
@@ -106,20 +106,20 @@ class LetterBounds:
         return self._quotients[number, by]
 
     def least(self, letter: Letter) -> Polynomial:
-        """The lower bound of a letter."""
+        """Return the lower bound of a letter."""
         return self._bounds[letter][0]
 
     def is_positive(self, letter: Letter) -> bool:
-        """Whether a letter is at least 1 by its bound."""
+        """Return whether a letter is at least 1 by its bound."""
         low = self._bounds[letter][0].constant
         return low is not None and low >= 1
 
     def extent(self, letter: Letter) -> Polynomial | None:
-        """The upper bound of an index."""
+        """Return the upper bound of an index."""
         return self._bounds[letter][1] if letter in self._bounds else None
 
     def implies(self, given: Guards, guard: Guard) -> bool:
-        """Whether the guard holds wherever ``given`` hold."""
+        """Return whether the guard holds wherever ``given`` hold."""
         number = guard.constant
         if number is not None:
             return number >= 0
@@ -132,7 +132,7 @@ class LetterBounds:
         return self._kept[key]
 
     def possible(self, guards: Guards) -> bool:
-        """Whether some sizes and indices satisfy all guards; True if unknown."""
+        """Return whether some sizes and indices satisfy all guards; True if unknown."""
         for guard in guards:
             number = guard.constant
             if (number is not None and number < 0) or -guard - 1 in guards or self._at_least_0(-guard - 1):

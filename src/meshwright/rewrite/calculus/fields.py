@@ -35,10 +35,10 @@ class NumberField(Protocol):
         """Bring results of additions and multiplications into the numbers' range."""
 
     def constant(self, value: Fraction) -> Any:
-        """A constant."""
+        """Return a constant."""
 
     def apply(self, function: str, *arguments: NDArray[Any]) -> NDArray[Any]:
-        """A function of `FUNCTIONS`."""
+        """Return a function of `FUNCTIONS`."""
 
     def random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
         """Random numbers to compute with."""
@@ -54,15 +54,15 @@ class Doubles:
         return np.float64
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The values themselves."""
+        """Return the values themselves."""
         return values
 
     def constant(self, value: Fraction) -> Any:
-        """The nearest double."""
+        """Return the nearest double."""
         return float(value)
 
     def apply(self, function: str, *arguments: NDArray[Any]) -> NDArray[Any]:
-        """The function of real numbers."""
+        """Return the function of real numbers."""
         if function.startswith(("cast:", "bitcast:")):
             grid = 1 + salt_of(function) % 97
             rounded = np.round(arguments[0] * grid) / grid
@@ -91,11 +91,11 @@ class PrimeField:
         return values % PRIME
 
     def constant(self, value: Fraction) -> Any:
-        """A whole number or the quotient of two."""
+        """Return a whole number or the quotient of two."""
         return value.numerator * pow(value.denominator, PRIME - 2, PRIME) % PRIME
 
     def apply(self, function: str, *arguments: NDArray[Any]) -> NDArray[Any]:
-        """The function of the field that has the properties of the real one."""
+        """Return the function of the field that has the properties of the real one."""
         known = function_of(function)
         if function == "reciprocal":
             return _power(arguments[0], PRIME - 2)
@@ -108,7 +108,7 @@ class PrimeField:
         return result % PRIME
 
     def random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Elements other than 0."""
+        """Return elements other than 0."""
         return rng.integers(1, PRIME, shape)
 
     def _random_function(self, function: str, arguments: list[NDArray[Any]]) -> NDArray[Any]:

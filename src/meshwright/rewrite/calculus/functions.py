@@ -74,12 +74,12 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def function_of(name: str) -> Function:
-    """The function with a name; ``cast:int8`` is one of the family of casts, different from all others."""
+    """Return the function with a name; ``cast:int8`` is one of the family of casts, different from all others."""
     return FUNCTIONS[name.partition(":")[0]]
 
 
 def salt_of(name: str) -> int:
-    """A number derived from a name, different for different names."""
+    """Return a number derived from a name, different for different names."""
     mixed = 0
     for letter in name:
         mixed = (mixed * 131 + ord(letter)) % 2**61
@@ -87,7 +87,7 @@ def salt_of(name: str) -> int:
 
 
 def known_value(name: str, arguments: Sequence[Total]) -> Total:
-    """The function's normal form at totals, by its known properties."""
+    """Return the function's normal form at totals, by its known properties."""
     function = function_of(name)
     first = arguments[0]
     if len(arguments) == 1:

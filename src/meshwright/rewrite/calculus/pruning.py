@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def simplified(facts: LetterBounds, total: Total, given: Guards) -> Total:
-    """The total where guards hold, with fewer guards inside and canonical names of bound letters."""
+    """Return the total where guards hold, with fewer guards inside and canonical names of bound letters."""
     return named_alike(_pruned(facts, total, given))
 
 

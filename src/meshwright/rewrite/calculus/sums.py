@@ -94,7 +94,7 @@ class Total:
 
     @staticmethod
     def number(value: int | Fraction) -> Total:
-        """A constant."""
+        """Return a constant."""
         return Total({ONE: Fraction(value)})
 
     @staticmethod
@@ -144,7 +144,7 @@ class Total:
         return Total(products)
 
     def scaled(self, factor: Fraction | int) -> Total:
-        """A multiple."""
+        """Return a multiple."""
         return Total({key: old * factor for key, old in self.items})
 
     def letters(self) -> set[Letter]:
@@ -171,7 +171,7 @@ def every_letter(number: Polynomial) -> set[Letter]:
 
 
 def make_product(binders: tuple[Binder, ...], guards: Guards, powers: Mapping[Atom, int]) -> Product:
-    """A product with its powers in order."""
+    """Return a product with its powers in order."""
     kept = sorted(((atom, power) for atom, power in powers.items() if power), key=lambda item: _atom_text(item[0]))
     return Product(binders, guards, tuple(kept))
 
@@ -209,7 +209,7 @@ def fresh_binders(binders: tuple[Binder, ...]) -> dict[Letter, Polynomial]:
 
 
 def named_alike(total: Total, depth: int = 0) -> Total:
-    """The same total with bound letters named by position, so that equal totals have equal form."""
+    """Return the same total with bound letters named by position, so that equal totals have equal form."""
     named: dict[Product, Fraction] = {}
     for key, factor in total.items:
         new = _named(key, depth)

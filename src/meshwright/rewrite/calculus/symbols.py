@@ -1,8 +1,9 @@
-"""`Symbols`: the machine that runs definitions for symbolic sizes (letters).
+"""`Symbols`: runs definitions of operators on symbolic sizes and indices (letters); sums and maxima over a letter.
 
 A scalar is a **value**: disjoint cases, each a set of guards with a `Total`, that together cover all indices. If a
 definition requires two sizes to be equal, or an index to be divided, and that is not known yet, an exception names the
-letter to replace (`SizesDifferError`, `RefineError`); the caller replaces it and runs the definition again.
+letter to replace (`SizesDifferError`, `RefineError`); the caller replaces it and runs the definition again. `summed`
+and `maximised` bind a letter over the cases of a body.
 """
 
 from __future__ import annotations
@@ -44,15 +45,13 @@ if TYPE_CHECKING:
     from meshwright.rewrite.calculus.whole import Letter
 
 
-# Bind a letter over the cases of a body: its sum, its maximum, and the range that guards allow for it.
-
 Case: TypeAlias = "tuple[Guards, Total]"
 
 LOWEST = Total.atom(Applied("lowest", ()))
 
 
 def summed(facts: LetterBounds, letter: Letter, extent: Polynomial, cases: list[Case]) -> Total:
-    """The sum over 0 <= letter < extent."""
+    """Return the sum over 0 <= letter < extent of a body, given by cases; guards restrict the range."""
     result: dict[Product, Fraction] = {}
     for guards, total in cases:
         for key, factor in total.items:
@@ -118,7 +117,7 @@ def _only_sizes(facts: LetterBounds, number: Polynomial) -> bool:
 
 
 def maximised(facts: LetterBounds, letter: Letter, extent: Polynomial, cases: list[Case]) -> Total:
-    """The largest over 0 <= letter < extent."""
+    """Return the maximum over 0 <= letter < extent of a body, given by cases."""
     branches = []
     for guards, total in cases:
         narrowed = _narrow(facts, letter, extent, guards)
@@ -139,7 +138,7 @@ def maximised(facts: LetterBounds, letter: Letter, extent: Polynomial, cases: li
 
 
 def size_total(extent: Polynomial) -> Total:
-    """A size as a number."""
+    """Return a size as a number."""
     result = Total({})
     for monomial, factor in extent.terms:
         term = Total.number(factor)
@@ -150,7 +149,7 @@ def size_total(extent: Polynomial) -> Total:
 
 
 def largest_of(branches: list[Branch]) -> Total:
-    """The maximum over branches; nested maxima are flattened."""
+    """Return the maximum over branches; nested maxima are flattened."""
     flat: set[Branch] = set()
     for branch in branches:
         inner = branch.value.only_atom
@@ -211,7 +210,10 @@ class Value:
 
 
 class Symbols:
-    """Runs definitions over letters; one object for all values that are compared with each other."""
+    """Runs operator definitions on symbolic sizes and indices (letters).
+
+    Values can be compared only if the same `Symbols` object made them.
+    """
 
     def __init__(self, questions: int = MOST_QUESTIONS) -> None:
         self.facts = LetterBounds(questions)
@@ -224,7 +226,7 @@ class Symbols:
         self.owed: list[Polynomial] | None = None
 
     def read(self, tensor: str, shape: Sequence[Polynomial]) -> Callable[..., Value]:
-        """The numbers of an operand; a dim of size 1 has only index 0."""
+        """Return a function from an index to the numbers of an operand; a dim of size 1 has only index 0."""
 
         def at(*index: int | Polynomial) -> Value:
             places = [Polynomial.of(0 if size == 1 else place) for place, size in zip(index, shape, strict=True)]
@@ -233,11 +235,11 @@ class Symbols:
         return at
 
     def index(self, size: Polynomial) -> Polynomial:
-        """A place of a result."""
+        """Return a fresh index of a result's dim; 0 for size 1."""
         return Polynomial.of(0) if size == 1 else self.facts.fresh("i", 0, size)
 
     def total(self, extent: int | Polynomial, body: Callable[[Polynomial], Value]) -> Value:
-        """The sum over an index; a few terms are written out."""
+        """Return the sum over an index; a few terms are written out."""
         number = Polynomial.of(extent).constant
         if number is not None and 1 < number <= _MOST_TERMS:
             first, *others = (body(Polynomial.of(place)) for place in range(number))
@@ -245,15 +247,15 @@ class Symbols:
         return self._closed(Polynomial.of(extent), body, partial(summed, self.facts), self.total)
 
     def largest(self, extent: int | Polynomial, body: Callable[[Polynomial], Value]) -> Value:
-        """The largest over an index."""
+        """Return the maximum over an index."""
         return self._closed(Polynomial.of(extent), body, partial(maximised, self.facts), self.largest)
 
     def lowest(self) -> Value:
-        """A value below all numbers."""
+        """Return a value below all numbers."""
         return self._plain(LOWEST)
 
     def within(self, index: int | Polynomial, low: int | Polynomial, high: int | Polynomial) -> Condition:
-        """Whether ``low <= index < high``."""
+        """Return the condition ``low <= index < high``."""
         place = Polynomial.of(index)
         return (place - low, high - place - 1)
 
@@ -280,7 +282,7 @@ class Symbols:
         return truth * then + (self.number(1) - truth) * otherwise
 
     def apply(self, function: str, *arguments: Value) -> Value:
-        """A function of values, by its known properties."""
+        """Return a function of values, by its known properties."""
         if function == "maximum":
             return self.combine(lambda *each: largest_of([Branch((), NO_GUARDS, item) for item in each]), *arguments)
         if function == "reciprocal" and self.inverted:
@@ -294,14 +296,14 @@ class Symbols:
         return known_value("reciprocal", (total,))
 
     def number(self, value: float | Fraction | Polynomial | Inverse) -> Value:
-        """A constant, or the letter of one."""
+        """Return a number, a symbolic size, or the inverse of a size, as a value."""
         if isinstance(value, Inverse):
             self.inverted.add(value.of)
             return self.inverse_size(value.of)
         return self._plain(size_total(value) if isinstance(value, Polynomial) else Total.number(Fraction(value)))
 
     def inverse_size(self, extent: int | Polynomial) -> Value:
-        """One divided by a size."""
+        """Return one divided by a size."""
         extent = Polynomial.of(extent)
         if extent.constant is not None:
             return self.number(Fraction(1, extent.constant))
@@ -314,7 +316,7 @@ class Symbols:
         return self._plain(result)
 
     def divided(self, index: int | Polynomial, by: int | Polynomial) -> tuple[Polynomial, Polynomial]:
-        """Quotient and remainder; RefineError if a letter has to be replaced first."""
+        """Return quotient and remainder; RefineError if a letter has to be replaced first."""
         index, by = Polynomial.of(index), Polynomial.of(by)
         if by == 1:
             return index, Polynomial.of(0)
@@ -337,7 +339,7 @@ class Symbols:
         return quotient, index - quotient * by
 
     def looked_up(self, value: Value, extent: int | Polynomial) -> Polynomial:
-        """A value as an index."""
+        """Use a value as an index."""
         if len(value.cases) != 1:
             raise NotExpressibleError("an index that is data by cases")
         letter = data_letter(value.cases[0][1])
@@ -354,7 +356,7 @@ class Symbols:
             raise SizesDifferError(one, other, why)
 
     def repeats(self, size: int | Polynomial, wanted: int | Polynomial, why: str) -> bool:
-        """Whether a size of 1 is repeated to another; otherwise both have to be equal."""
+        """Return whether a size of 1 is repeated to another; otherwise both have to be equal."""
         size, wanted = Polynomial.of(size), Polynomial.of(wanted)
         if size == wanted:
             return False
@@ -365,7 +367,7 @@ class Symbols:
         return False
 
     def quotient(self, extent: int | Polynomial, by: int | Polynomial, why: str) -> Polynomial:
-        """The whole quotient of a size that must be divisible."""
+        """Return the whole quotient of a size that must be divisible."""
         extent, by = Polynomial.of(extent), Polynomial.of(by)
         if by == 1:
             return extent
@@ -388,12 +390,12 @@ class Symbols:
             raise SizesDifferError(high, low + self.facts.fresh("r", 0), why)
 
     def floored(self, number: int | Polynomial, by: int | Polynomial) -> Polynomial:
-        """The quotient, rounded down."""
+        """Return the quotient, rounded down."""
         number, by = Polynomial.of(number), Polynomial.of(by)
         return number if by == 1 else self.facts.floored(number, by)
 
     def equal(self, one: Value, other: Value) -> tuple[Guards, Total] | None:
-        """None if both are the same number everywhere; else a case without a proof, with the difference."""
+        """Return None if both are the same number everywhere; else a case without a proof, with the difference."""
         for (given, left), (more, right) in product(one.cases, other.cases):
             guards = given | more
             if self.facts.possible(guards):
@@ -403,7 +405,7 @@ class Symbols:
         return None
 
     def combine(self, function: Callable[..., Total], *values: Value) -> Value:
-        """A function of totals, case by case."""
+        """Return a function of totals, case by case."""
         cases: list[Case] = [(NO_GUARDS, Total.number(0))]
         chosen: list[tuple[Guards, tuple[Total, ...]]] = [(NO_GUARDS, ())]
         for value in values:

@@ -1,7 +1,7 @@
-"""Whole numbers with letters: polynomials over sizes, indices and attributes, in one canonical form.
+"""Whole numbers with letters (`Polynomial`), and the interface on which definitions of operators run (`Arithmetic`).
 
-A letter is a name, or represents an index that is itself a value of a tensor (`data_letter`: the row that an embedding
-looks up).
+A polynomial is over sizes, indices and attributes, in one canonical form. A letter is a name, or represents an index
+that is itself a value of a tensor (`data_letter`: the row that an embedding looks up).
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-
-# The interface for definitions of operators: tensors that are functions of their indices.
-#
-# A definition receives an `Arithmetic` and its operands, and returns the result as an `Indexed`. The same definition is
-# run by `symbols.Symbols` for symbolic sizes, to prove, and by `arrays.Arrays` for numeric sizes, to compute.
 
 # An index or a size: a whole number, a polynomial, or an array of indices. A scalar: a machine's own type.
 Index = Any
@@ -49,20 +44,23 @@ class Indexed:
         return len(self.shape)
 
 
+# A definition receives an `Arithmetic` and its operands, and returns the result as an `Indexed`: a tensor that is a
+# function of its indices. The same definition is run by `symbols.Symbols` for symbolic sizes, to prove, and by
+# `arrays.Arrays` for numeric sizes, to compute.
 class Arithmetic(Protocol):
-    """Scalars have ``+``, ``-`` and ``*``; indices too."""
+    """The operations of operator definitions. Scalars have ``+``, ``-`` and ``*``; indices too."""
 
     def total(self, extent: Index, body: Callable[[Index], Scalar]) -> Scalar:
-        """The sum of ``body(k)`` over 0 <= k < extent."""
+        """Return the sum of ``body(k)`` over 0 <= k < extent."""
 
     def largest(self, extent: Index, body: Callable[[Index], Scalar]) -> Scalar:
-        """The largest ``body(k)``."""
+        """Return the largest ``body(k)`` over 0 <= k < extent."""
 
     def lowest(self) -> Scalar:
-        """A value below all numbers: never chosen by `largest`."""
+        """Return a value below all numbers: never chosen by `largest`."""
 
     def within(self, index: Index, low: Index, high: Index) -> Condition:
-        """Whether ``low <= index < high``."""
+        """Return whether ``low <= index < high``."""
 
     def both(self, *conditions: Condition) -> Condition:
         """Return whether all conditions hold."""
@@ -74,34 +72,34 @@ class Arithmetic(Protocol):
         """Return ``then`` where ``truth`` is 1, ``otherwise`` where it is 0."""
 
     def apply(self, function: str, *arguments: Scalar) -> Scalar:
-        """A function of numbers (`functions`)."""
+        """Return a function of numbers (`functions`)."""
 
     def number(self, value: Any) -> Scalar:
         """Return a constant as a scalar."""
 
     def inverse_size(self, extent: Index) -> Scalar:
-        """One divided by a size."""
+        """Return one divided by a size."""
 
     def divided(self, index: Index, by: Index) -> tuple[Index, Index]:
         """Return the quotient, rounded down, and the remainder."""
 
     def looked_up(self, value: Scalar, extent: Index) -> Index:
-        """A scalar, from 0 to below ``extent``, as an index."""
+        """Return a scalar, from 0 to below ``extent``, as an index."""
 
     def same(self, one: Index, other: Index, why: str) -> None:
         """Demand that two sizes are equal; IllTypedError if they cannot be."""
 
     def repeats(self, size: Index, wanted: Index, why: str) -> bool:
-        """Whether a size of 1 is repeated to another; IllTypedError if it is neither 1 nor the other."""
+        """Return whether a size of 1 is repeated to another; IllTypedError if it is neither 1 nor the other."""
 
     def quotient(self, extent: Index, by: Index, why: str) -> Index:
-        """The whole quotient of a size that must be divisible; IllTypedError if it cannot be."""
+        """Return the whole quotient of a size that must be divisible; IllTypedError if it cannot be."""
 
     def ordered(self, low: Index, high: Index, why: str) -> None:
         """Demand that one size is not above another; IllTypedError if it is."""
 
     def floored(self, number: Index, by: Index) -> Index:
-        """A quotient, rounded down."""
+        """Return a quotient, rounded down."""
 
 
 Letter: TypeAlias = str
@@ -115,14 +113,14 @@ class NotExpressibleError(Exception):
 
 
 def data_letter(value: Any) -> Letter:
-    """The letter of an index that is the value of a tensor, in its normal form."""
+    """Return the letter of an index that is the value of a tensor, in its normal form."""
     letter = f"@{value!r}"
     _DATA[letter] = value
     return letter
 
 
 def data_value(letter: Letter) -> Any:
-    """The value that a letter represents; None for all other letters."""
+    """Return the value that a letter represents; None for all other letters."""
     return _DATA.get(letter) if letter[0] == "@" else None
 
 
@@ -146,12 +144,12 @@ class Polynomial:
 
     @staticmethod
     def of(number: int | Polynomial) -> Polynomial:
-        """The number as a polynomial."""
+        """Return the number as a polynomial."""
         return number if isinstance(number, Polynomial) else Polynomial({(): int(number)})
 
     @staticmethod
     def letter(name: Letter) -> Polynomial:
-        """The polynomial of one letter."""
+        """Return the polynomial of one letter."""
         return Polynomial({(name,): 1})
 
     def __add__(self, other: int | Polynomial) -> Polynomial:
@@ -227,11 +225,14 @@ class Polynomial:
             yield from monomial
 
     def factor_of(self, letter: Letter) -> Polynomial:
-        """The factor of the letter; meaningful only if the letter occurs in the first power."""
+        """Return the factor of the letter; meaningful only if the letter occurs in the first power."""
         return Polynomial({_without(m, letter): c for m, c in self.terms if letter in m})
 
     def primitive(self) -> Polynomial:
-        """The polynomial without the factors that all its terms share: it is 0 where this one is, if no letter is 0."""
+        """Return the polynomial without the factors that all its terms share.
+
+        It is 0 where this one is, if no letter is 0.
+        """
         if not self.terms:
             return self
         scale = gcd(*(factor for _, factor in self.terms))
@@ -241,7 +242,7 @@ class Polynomial:
         return Polynomial({_divided(monomial, shared) or (): factor // scale for monomial, factor in self.terms})
 
     def substitute(self, values: Mapping[Letter, Polynomial]) -> Polynomial:
-        """Letters exchanged for polynomials."""
+        """Return the polynomial with letters replaced by polynomials."""
         if not any(letter in values for letter in self.letters()):
             return self
         result = Polynomial({})
@@ -253,7 +254,9 @@ class Polynomial:
         return result
 
     def split_by(self, divisor: Polynomial) -> tuple[Polynomial, Polynomial] | None:
-        """(quotient, rest) with self = quotient * divisor + rest, term by term; None unless ``divisor`` is one term.
+        """Return (quotient, rest) of a division, term by term: self = quotient * divisor + rest.
+
+        None unless ``divisor`` is one term.
 
         The rest is the true remainder only where it is known to be in [0, divisor).
         """

@@ -1,4 +1,7 @@
-"""A captured model as terms, for one batch, and terms as a module again."""
+"""A captured model as terms, for one batch (`read_captured`), and terms as a module again (`Rewritten`).
+
+`settle_branches` replaces each ``torch.cond`` by the branch taken, if its predicate is constant.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,6 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import InputKind
 
 
-# `Rewritten`: a rewritten graph as a module with the interface of the original.
-
-
 def _returned(captured: Captured, sizes: Sequence[torch.Size]) -> Returned:
     """How the model's output is assembled; returned sizes of the batch are those of this batch."""
     trace = captured.trace
@@ -48,10 +48,10 @@ def _returned(captured: Captured, sizes: Sequence[torch.Size]) -> Returned:
 
 
 class Rewritten(nn.Module):
-    """Calls a graph with the original module's arguments and returns what that returns.
+    """A rewritten graph as a module: it is called with the original module's arguments and returns what that returns.
 
-    Parameters and buffers that the graph still reads are the user's own objects, under their names. It takes batches
-    of the sizes, and the mode, that it was rewritten for; any other raises RewriteError.
+    Parameters and buffers that the graph still reads are the user's own objects, under their names. It takes batches of
+    the sizes, and the mode, that it was rewritten for; any other raises RewriteError.
     """
 
     # For `capture_model`.
@@ -73,7 +73,7 @@ class Rewritten(nn.Module):
         self._plain = self._layout.spec == positional and returned.spec.is_leaf() and returned.leaves == ((True, 0),)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original module's output."""
+        """Return the original module's output."""
         if self.training != self._for_training:
             names = ("evaluation", "training")
             raise RewriteError(
@@ -103,8 +103,6 @@ class Rewritten(nn.Module):
                 )
         return self._returned.rebuild(self.graph_module(*tensors))
 
-
-# Replace ``torch.cond`` by the branch taken, if its predicate is constant.
 
 _COND = torch.ops.higher_order.cond
 # A predicate is computed from few numbers; a larger tensor is not a flag.
@@ -199,7 +197,7 @@ class _Propagation(FakeTensorProp):
 
 
 def whole_graph(captured: Captured, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """All of a captured model as one graph, for batches of these sizes."""
+    """Return all of a captured model as one graph, for batches of these sizes."""
     graph = captured.graph
     batch_size = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
     made = part(captured, graph.inputs, graph.outputs, batch_size=batch_size, ops=range(len(graph.ops)))
@@ -208,7 +206,7 @@ def whole_graph(captured: Captured, tensors: Sequence[torch.Tensor]) -> fx.Graph
 
 
 def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> ReadGraph:
-    """The graph of a captured model for batches of the size of ``inputs``, including the loss.
+    """Return the graph of a captured model for batches of the size of ``inputs``, including the loss.
 
     Raises CaptureError for a batch with another structure than the captured one, RewriteError for an unreadable graph.
     """

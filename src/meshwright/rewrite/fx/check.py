@@ -22,7 +22,9 @@ OWN_TOLERANCE, LOW_TOLERANCE = 1e-3, 5e-2
 def check_equal(
     before: fx.GraphModule, after: fx.GraphModule, tensors: Sequence[torch.Tensor], *, training: bool
 ) -> float:
-    """The largest difference of outputs, gradients and buffers in float64, relative to each tensor's largest number.
+    """Return the largest relative difference of outputs, gradients and buffers in float64.
+
+    Differences are relative to each tensor's largest number.
 
     Both graphs run on copies, with the same random numbers. Raises RewriteError where they differ by more than
     `TOLERANCE`, or where one is finite and the other is not.

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def fold_constants(
     terms: Terms, source: ReadGraph, effects: int | None, *, frozen: bool
 ) -> tuple[Terms, int | None, dict[str, torch.Tensor]]:
-    """The same graph with computed constants as inputs of kind "constant", the last token there, and their tensors.
+    """Return the same graph with computed constants as inputs, the last token there, and their tensors.
+
+    The inputs are of kind "constant".
 
     ``frozen``: parameters and buffers do not change, so that values computed from them are constant, too. A constant
     with one number everywhere stays, because torch's calls accept numbers.

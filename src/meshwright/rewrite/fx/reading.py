@@ -1,4 +1,4 @@
-"""fx graph of ATen calls → `Terms`.
+"""fx graph of ATen calls → `Terms` (`read_graph`); a graph with its convolutions in channels last (`channels_last`).
 
 An undeclared operator becomes an opaque node. In-place writes are read as pure operators if that cannot be observed:
 the memory belongs to a value of the graph, and only its newest view is read afterwards. All other calls that write,
@@ -29,15 +29,13 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import InputKind
 
 
-# Channels last: images with the channels of a point adjacent in memory, the preferred layout of oneDNN's kernels.
-#
-# Which layout is faster depends on the sizes, so that a graph is written in both and timed. Grappler's layout pass puts
-# transposes around each operator and cancels pairs of them; torch keeps the layout in strides, so that only inputs of
-# convolutions are converted, without a copy if they already have it.
-
 aten = torch.ops.aten
 
 
+# In channels last, the channels of a point are adjacent in memory, the preferred layout of oneDNN's kernels. Which
+# layout is faster depends on the sizes, so that a graph is written in both and timed. Grappler's layout pass puts
+# transposes around each operator and cancels pairs of them; torch keeps the layout in strides, so that only inputs of
+# convolutions are converted, without a copy if they already have it.
 def channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
     """Return the module with its convolutions in channels last, for frozen weights; None without convolutions.
 
@@ -99,23 +97,23 @@ class Reader:
 
     @property
     def result(self) -> TensorType:
-        """The only result of the call."""
+        """Return the only result of the call."""
         return self.results[0]
 
     def shape(self, term: int) -> tuple[int, ...]:
-        """Sizes of a term."""
+        """Return the sizes of a term."""
         return self.terms.types[term].shape
 
     def dtype(self, term: int) -> str:
-        """Dtype of a term."""
+        """Return the dtype of a term."""
         return self.terms.types[term].dtype
 
     def is_float(self, term: int) -> bool:
-        """Whether a term holds floating-point numbers."""
+        """Return whether a term holds floating-point numbers."""
         return self.dtype(term) in _FLOATS
 
     def given(self, *terms: int | None) -> tuple[int, ...]:
-        """Optional operands up to the first missing one."""
+        """Return optional operands up to the first missing one."""
         found = []
         for term in terms:
             if term is None:
@@ -124,7 +122,7 @@ class Reader:
         return tuple(found)
 
     def full(self, type_: TensorType, value: float) -> int | None:
-        """A constant of one number in float32; None for others.
+        """Return a constant of one number in float32; None for others.
 
         In torch a scalar keeps its precision beside tensors of other dtypes: 0.1 beside float64 is another number, and
         beside bfloat16 it is not rounded. And -0.0 compares equal to 0.0 but differs from it.
@@ -134,22 +132,22 @@ class Reader:
         return self.terms.apply("full", shape=type_.shape, value=float(value))
 
     def broadcast(self, term: int, shape: Sequence[int]) -> int:
-        """The term at another shape."""
+        """Return the term at another shape."""
         shape = tuple(shape)
         return term if self.shape(term) == shape else self.terms.apply("broadcast", term, shape=shape)
 
     def reshape(self, term: int, shape: Sequence[int]) -> int:
-        """The term's numbers in another shape."""
+        """Return the term's numbers in another shape."""
         shape = tuple(shape)
         return term if self.shape(term) == shape else self.terms.apply("reshape", term, shape=shape)
 
     def cut(self, term: int, axis: int, start: int, stop: int) -> int:
-        """A slice of one dim."""
+        """Return a slice of one dim."""
         whole = (start, stop) == (0, self.shape(term)[axis])
         return term if whole else self.terms.apply("slice", term, axis=axis, start=start, stop=stop)
 
     def together(self, one: Any, two: Any) -> tuple[int, int] | None:
-        """Two operands, one of which may be a number, at one shape and dtype; None if torch would convert."""
+        """Return two operands, one of which may be a number, at one shape and dtype; None if torch would convert."""
         terms = [item for item in (one, two) if isinstance(item, _Term)]
         if not terms or not all(self.is_float(term) for term in terms):
             return None

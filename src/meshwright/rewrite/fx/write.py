@@ -1,4 +1,4 @@
-"""`Terms` → fx graph of ATen calls."""
+"""`Terms` → fx graph of ATen calls (`write_graph`), by an emitter for each declared operator (`EMITTERS`)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import TensorType, Terms
 
 
-# Emitters: declared operators as ATen calls.
-#
-# An emitter gets an `AtenCall`, with the operands as nodes, the attributes and the result's type, and adds one ATen
-# call.
-
 aten = torch.ops.aten
 
 
@@ -41,19 +36,21 @@ class AtenCall:
     type: TensorType
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """The ATen call."""
+        """Add the ATen call; return its node."""
         return self.graph.call_function(target, args, kwargs)
 
     def operand(self, place: int) -> Any:
-        """An optional operand."""
+        """Return an optional operand."""
         return self.x[place] if place < len(self.x) else None
 
 
+# An emitter gets an `AtenCall`, with the operands as nodes, the attributes and the result's type, and adds one ATen
+# call.
 Emitter: TypeAlias = "Callable[[AtenCall], fx.Node]"
 
 
 def number_of(terms: Terms, term: int) -> float | None:
-    """The number that a constant term has at every index."""
+    """Return the number that a constant term has at every index."""
     node = terms.nodes[term]
     if node.operator == "full":
         return float(node.attribute("value"))
@@ -191,7 +188,7 @@ _VIEWS = frozenset({"reshape", "transpose", "slice", "broadcast", "bitcast"})
 def write_graph(
     terms: Terms, source: ReadGraph, *, effects: int | None = None, held: Mapping[str, torch.Tensor] | None = None
 ) -> fx.GraphModule:
-    """The module that computes the outputs of terms.
+    """Return the module that computes the outputs of terms.
 
     Its arguments are those of the graph that was read, used or not. ``effects``: the last token, in these terms;
     ``held``: tensors of inputs of kind "constant" that the read graph did not have.

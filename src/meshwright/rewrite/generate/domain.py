@@ -45,12 +45,12 @@ class Domain:
     steps: tuple[OperatorStep, ...]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A given tensor's sizes in numbers."""
+        """Return a given tensor's sizes in numbers."""
         sizes = dict(self.sizes)
         return tuple(sizes[size] if isinstance(size, str) else size for size in dict(self.tensors)[name])
 
     def kind(self, shape: tuple[int, ...]) -> str:
-        """The kind of a tensor by its sizes: a number, vector, matrix, image or kernel.
+        """Return the kind of a tensor by its sizes: a number, vector, matrix, image or kernel.
 
         A kernel is known by its output channels, of which images have a batch of another size.
         """
@@ -79,7 +79,7 @@ def _conv(padding: str) -> OperatorStep:
 
 
 def usual_domain(*more: OperatorStep, **sizes: int) -> Domain:
-    """The domain of the shipped rules: 19 operators over matrices, a number, images and kernels.
+    """Return the domain of the shipped rules: 19 operators over matrices, a number, images and kernels.
 
     ``more``: steps beside the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width;
     missing ones have the usual values.
@@ -132,7 +132,7 @@ _USUAL_ATTRIBUTES = {"axis": ("0", "1"), "keep": ("False",), "order": ("(1, 0)",
 
 
 def steps_for(name: str, attributes: Mapping[str, str] | None = None) -> list[OperatorStep]:
-    """The steps of a declared operator over matrices (elementwise operators: over their usual tensors).
+    """Return the steps of a declared operator over matrices (elementwise operators: over their usual tensors).
 
     ``attributes``: texts of attributes that have no usual values. Raises RewriteError for an undeclared operator, and
     for attributes that are missing or unknown.

@@ -46,7 +46,7 @@ class Enumeration:
     pairs: NDArray[np.int32]
 
     def expression(self, term: int) -> Expression:
-        """The term in the language of rules."""
+        """Return the term in the language of rules."""
         step = int(self.steps[term])
         if step < 0:
             return Name(self.domain.tensors[int(self.first[term])][0])
@@ -85,7 +85,7 @@ def hold_elsewhere(found: Enumeration, domain: Domain, *, seed: int = 1) -> NDAr
 
 
 def concrete(domain: Domain, step: OperatorStep) -> dict[str, Any]:
-    """A step's attributes in numbers."""
+    """Return a step's attributes in numbers."""
     sizes = dict(domain.sizes)
     return {name: value_of(value, {}, sizes) for name, value in step.attributes}
 

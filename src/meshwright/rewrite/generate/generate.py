@@ -1,10 +1,11 @@
-"""`generate_rules`: enumerate, compare elsewhere, prove, find a basis.
+"""`generate_rules`: enumerate terms, compare them elsewhere, prove the equal ones, find a basis of the rules.
 
 Rules of several outputs combine terms that are parts of one. If ``slice(t, start, cut) = a`` and ``slice(t, cut, stop)
-= b`` are rules, a and b both follow from t, computed once: two products of one input are the halves of one product
-with concatenated weights.
+= b`` are rules, a and b both follow from t, computed once: two products of one input are the halves of one product with
+concatenated weights.
 
-For each candidate, the most general reading is kept that is proved and not refuted by trials.
+Equal terms become candidates (`unique_candidates`). For each candidate, the most general reading is kept that is proved
+and not refuted by trials (`readings`, `prove_candidates`). `find_basis` chooses the basis.
 """
 
 from __future__ import annotations
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from meshwright.rewrite.generate.enumerate import Enumeration
 
 
-# From equal terms to candidates: one for all renamings, commutations and shapes.
-
 # A term in prefix order: numbers of steps, with given tensors below 0.
 Tokens = tuple[int, ...]
 
@@ -57,7 +56,7 @@ class RuleCandidate:
 
 
 def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[RuleCandidate]:
-    """Candidates among the pairs that hold, small ones first.
+    """Return candidates among the pairs that hold, small ones first: one for all renamings, commutations and shapes.
 
     Left out are pairs that differ only in names, order of commuting operands, or shapes; pairs whose right side has a
     tensor that the left lacks; and pairs that follow from another one by using one tensor for several.
@@ -84,7 +83,7 @@ def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[Rule
 
 
 def rule_of_candidate(found: Enumeration, candidate: RuleCandidate, name: str) -> Rule:
-    """The candidate as a rule, with the ranks of its tensors."""
+    """Return the candidate as a rule, with the ranks of its tensors."""
     left, right = found.expression(candidate.left), found.expression(candidate.right)
     rule = Rule(name=name, left=(left,), right=(right,), source="generated")
     ranks = tuple((tensor, len(found.domain.shape(tensor))) for tensor in rule.names)
@@ -132,19 +131,16 @@ def _is_instance(general: Tokens, special: Tokens) -> bool:
     return all(named.setdefault(one, two) == two for one, two in zip(general, special, strict=True))
 
 
-# Meanings of a size in an attribute: any value, or a size of one of the tensors.
-#
-# An enumerated term cuts a tensor at ``m``, because some tensor has m rows. The rule behind an equality may hold for
-# every position of the cut, or only for the rows of one of its tensors; both are tried, and the first that is proved is
-# taken.
-
 # Attributes that are equal in all convolutions and pools of a rule, and may then have any value.
 _WINDOWS = ("stride", "padding", "dilation", "kernel", "groups", "low", "high")
 _MOST_READINGS = 40
 
 
+# An enumerated term cuts a tensor at ``m``, because some tensor has m rows. The rule behind an equality may hold for
+# every position of the cut, or only for the rows of one of its tensors; both are tried, and the first that is proved is
+# taken.
 def readings(rule: Rule, domain: Domain) -> Iterator[Rule]:
-    """The rule with sizes, windows and shapes of attributes replaced, general readings first."""
+    """Yield the rule with sizes, windows and shapes of attributes replaced, general readings first."""
     found = [part for side in (*rule.left, *rule.right) for part in _attributes(side)]
     slots = list(dict.fromkeys(found))
     options = [list(_options(name, value, rule, domain, slots)) for name, value in slots]
@@ -214,12 +210,6 @@ def _replaced(side: Expression, values: dict[tuple[str, Attribute], Attribute]) 
     return Call(side.operator, operands, tuple((name, values[name, value]) for name, value in side.attributes))
 
 
-# A basis: a small subset of the true rules from which the others follow.
-#
-# Rules are taken in order of size. Both sides of many rules are put into one e-graph, which the current basis
-# saturates; the first rule whose sides are not found equal joins the basis, and saturation continues. Sides found equal
-# are derived from proved rules, and so proved, too.
-
 _AT_ONCE = 60
 # No time limit, so that every machine finds the same rules.
 _SHORT = SaturationLimits(rounds=3, nodes=60_000, seconds=600.0, matches=20_000)
@@ -234,6 +224,9 @@ class Proved:
     rule: Rule
 
 
+# A basis is a small subset of the true rules from which the others follow. Rules are taken in order of size. Both sides
+# of many rules are put into one e-graph, which the current basis saturates; the first rule whose sides are not found
+# equal joins the basis, and saturation continues. Sides found equal are derived from proved rules, and so proved, too.
 def find_basis(
     found: Enumeration, proved: Sequence[Proved], events: EventSink | None = None
 ) -> tuple[list[Proved], list[Proved]]:
@@ -276,7 +269,7 @@ def follows(found: Enumeration, candidates: Sequence[RuleCandidate], rules: Sequ
 
 
 def commuting(domain: Domain) -> list[Rule]:
-    """The commutativity rules of operators: terms are enumerated with operands in one order."""
+    """Return the commutativity rules of operators: terms are enumerated with operands in one order."""
     return [
         rule_of(f"{step.operator} commutes", f"{step.operator}(x, y)", f"{step.operator}(y, x)", source="enumeration")
         for step in domain.steps
@@ -310,7 +303,7 @@ def generate_rules(
     seed: int = 0,
     events: EventSink | None = None,
 ) -> RuleBook:
-    """Rules between terms of up to ``most_operators`` operators, each proved for all sizes.
+    """Return rules between terms of up to ``most_operators`` operators, each proved for all sizes.
 
     ``steps``: operators beside the usual ones; with some, only rules about them are kept.
     """
@@ -369,7 +362,7 @@ def _entry(rule: Rule, *, basis: bool) -> BookRule:
 
 
 def joined_rules(rules: Sequence[Rule]) -> Iterator[Rule]:
-    """Rules of two outputs, from pairs of rules about the parts of one term."""
+    """Return rules of two outputs, from pairs of rules about the parts of one term."""
     firsts: dict[tuple[Expression, object, object], list[Rule]] = {}
     for rule in rules:
         cut = _cut(rule)
@@ -412,7 +405,7 @@ _TOGETHER = 16
 
 
 def prove_candidates(rules: Sequence[Rule], domain: Domain, processes: int = 1) -> Iterator[Rule | None]:
-    """For each rule of a candidate, in order, its proved reading, or None."""
+    """Return, for each rule of a candidate, in order, its proved reading, or None."""
     work = partial(proved_reading, domain=domain)
     if processes == 1:
         yield from map(work, rules)
@@ -422,7 +415,7 @@ def prove_candidates(rules: Sequence[Rule], domain: Domain, processes: int = 1) 
 
 
 def proved_reading(rule: Rule, domain: Domain) -> Rule | None:
-    """The first reading that is proved."""
+    """Return the first reading that is proved."""
     for reading in readings(rule, domain):
         likely = try_rule(reading, num_sizes=2).counter_example is None
         if likely and prove(reading, questions=_QUESTIONS).status == "proved":

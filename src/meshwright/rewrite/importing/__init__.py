@@ -22,7 +22,7 @@ __all__ = ["read_rule_file", "read_taso", "read_unity"]
 
 
 def read_rule_file(path: str | Path) -> list[Rule]:
-    """The rules of a file of any supported kind. Raises RewriteError for any other file."""
+    """Return the rules of a file of any supported kind. Raises RewriteError for any other file."""
     place = Path(path)
     readers = {".toml": read_rules, ".pb": read_taso, ".json": _read_json}
     if place.suffix not in readers:

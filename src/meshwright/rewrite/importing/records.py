@@ -22,7 +22,7 @@ class Record:
 
 
 def term(records: list[Record], place: int, output: int, build: Build, depth: int = 0) -> Expression:
-    """The expression of an output of an operator; RewriteError for records with dangling references."""
+    """Return the expression of an output of an operator; RewriteError for records with dangling references."""
     if place < 0:
         return Name(f"x{-place}")
     if place >= len(records) or depth > len(records):

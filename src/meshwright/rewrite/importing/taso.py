@@ -38,7 +38,7 @@ _SAME = 0
 
 @operator
 def conv_same(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
-    """A convolution of one group, padded to "same" for odd kernels."""
+    """Return a convolution of one group, padded to "same" for odd kernels."""
     a.same(x.rank, 4, "dims of a convolution's input")
     a.same(x.shape[1], weight.shape[1], "channels of a convolution")
     return _padded_same(a, x, weight, stride, 1)
@@ -46,7 +46,7 @@ def conv_same(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, 
 
 @operator
 def conv_same_grouped(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
-    """A grouped convolution, padded to "same" for odd kernels.
+    """Return a grouped convolution, padded to "same" for odd kernels.
 
     The number of groups is the input's channels over the channels of the weight.
     """
@@ -61,7 +61,7 @@ def _padded_same(a: Arithmetic, x: Indexed, weight: Indexed, stride: tuple[Any, 
 
 
 def read_taso(path: str | Path, *, grouped: bool = False) -> list[Rule]:
-    """The rules of a file; ``grouped``: convolutions on the left may have several groups, too.
+    """Return the rules of a file; ``grouped``: convolutions on the left may have several groups, too.
 
     Raises RewriteError if the file is not a rule file of TASO or is damaged.
     """

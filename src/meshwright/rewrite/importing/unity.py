@@ -42,7 +42,7 @@ def linear_of_copies(a: Arithmetic, x: Indexed, weight: Indexed) -> Indexed:
 
 
 def read_unity(path: str | Path) -> list[Rule]:
-    """The rules of a file; RewriteError if it is not a rule file of Unity or is damaged."""
+    """Return the rules of a file; RewriteError if it is not a rule file of Unity or is damaged."""
     place = Path(path)
     if place.stat().st_size > _MOST_BYTES:
         raise RewriteError(f"{place} has {place.stat().st_size:,} bytes; a rule file has at most {_MOST_BYTES:,}.")

@@ -1,4 +1,4 @@
-"""Declare an operator: one function defines each number of its result.
+"""Declare an operator (`operator`) by one function that defines each number of its result; elementwise operators.
 
     @operator
     def transpose(a, x, *, order):
@@ -75,11 +75,9 @@ def operator(define: Definition | None = None, *, dtype: ResultDtype = "first", 
     return declare if define is None else declare(define)
 
 
-# Elementwise operators; operands have one shape (torch's implicit broadcasting is a separate `broadcast`).
-
-
+# Operands of elementwise operators have one shape (torch's implicit broadcasting is a separate `broadcast`).
 def each(a: Arithmetic, function: Callable[..., Any], *operands: Indexed) -> Indexed:
-    """The tensor of a function of operands of one shape."""
+    """Return the tensor of a function of operands of one shape."""
     first = operands[0]
     for other in operands[1:]:
         a.same(first.rank, other.rank, "ranks of operands")
@@ -89,7 +87,7 @@ def each(a: Arithmetic, function: Callable[..., Any], *operands: Indexed) -> Ind
 
 
 def inverse_root(a: Arithmetic, one: Any) -> Any:
-    """1 / √x."""
+    """Return 1 / √x."""
     return a.apply("reciprocal", a.apply("sqrt", one))
 
 
@@ -237,17 +235,17 @@ def where(a: Arithmetic, condition: Indexed, x: Indexed, y: Indexed) -> Indexed:
 
 @operator(dtype="attribute", takes="any")
 def bitcast(a: Arithmetic, x: Indexed, *, dtype: str) -> Indexed:
-    """Bytes read as another dtype of the same width."""
+    """Return bytes read as another dtype of the same width."""
     return each(a, lambda one: a.apply(f"bitcast:{dtype}", one), x)
 
 
 @operator(dtype="attribute", takes="any")
 def cast(a: Arithmetic, x: Indexed, *, dtype: str) -> Indexed:
-    """Numbers converted; rounding has no known laws, so casts have laws only if both sides cast."""
+    """Return numbers converted; rounding has no known laws, so casts have laws only if both sides cast."""
     return each(a, lambda one: a.apply(f"cast:{dtype}", one), x)
 
 
 @operator
 def full(a: Arithmetic, *, shape: tuple[Any, ...], value: float) -> Indexed:
-    """The same number everywhere."""
+    """Return the same number everywhere."""
     return Indexed(tuple(shape), lambda *i: a.number(value))

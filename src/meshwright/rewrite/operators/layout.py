@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def product_of(sizes: Sequence[Any]) -> Any:
-    """The product of sizes; 1 for no sizes."""
+    """Return the product of sizes; 1 for no sizes."""
     result: Any = 1
     for size in sizes:
         result = result * size
@@ -26,7 +26,7 @@ def check_axis(x: Indexed, axis: int) -> None:
 
 
 def replaced(index: Sequence[Any], axis: int, place: Any) -> tuple[Any, ...]:
-    """The index with another position in one dim."""
+    """Return the index with another position in one dim."""
     return (*index[:axis], place, *index[axis + 1 :])
 
 
@@ -55,7 +55,7 @@ def concat(a: Arithmetic, x: Indexed, *others: Indexed, axis: int) -> Indexed:
 
 @operator(takes="any")
 def slice_(a: Arithmetic, x: Indexed, *, axis: int, start: Any, stop: Any) -> Indexed:
-    """Numbers ``start <= place < stop`` of one dim."""
+    """Return numbers ``start <= place < stop`` of one dim."""
     check_axis(x, axis)
     a.ordered(0, start, "start of a slice")
     a.ordered(start + 1, stop, "sizes of a slice")
@@ -96,7 +96,7 @@ def reshape(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
 
 @operator(takes="any")
 def broadcast(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
-    """Dims of size 1, and missing leading dims, repeated."""
+    """Return dims of size 1, and missing leading dims, repeated."""
     missing = len(shape) - x.rank
     if missing < 0:
         raise IllTypedError(f"{x.rank} dims broadcast to {len(shape)}")
@@ -108,7 +108,7 @@ def broadcast(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
 
 @operator
 def pad(a: Arithmetic, x: Indexed, *, low: tuple[Any, ...], high: tuple[Any, ...]) -> Indexed:
-    """Zeros added around."""
+    """Return zeros added around."""
     if len(low) != x.rank or len(high) != x.rank:
         raise IllTypedError(f"padding of {len(low)} and {len(high)} dims for {x.rank}")
     sizes = tuple(size + before + after for size, before, after in zip(x.shape, low, high, strict=True))

@@ -15,7 +15,7 @@ from meshwright.rewrite.operators.layout import check_axis, replaced
 
 @operator(takes="any")
 def partition(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
-    """The parts of one dim on ``degree`` devices."""
+    """Return the parts of one dim on ``degree`` devices."""
     check_axis(x, axis)
     a.quotient(x.shape[axis], degree, "a dim of equal parts")
     return x
@@ -23,7 +23,7 @@ def partition(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 @operator(takes="any")
 def combine(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
-    """The parts of one dim brought together (an all-gather)."""
+    """Return the parts of one dim brought together (an all-gather)."""
     check_axis(x, axis)
     a.quotient(x.shape[axis], degree, "a dim of equal parts")
     return x
@@ -31,7 +31,7 @@ def combine(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 @operator(takes="any")
 def replicate(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
-    """Copies on ``degree`` devices."""
+    """Return copies on ``degree`` devices."""
     check_axis(x, axis)
     size = x.shape[axis]
     return Indexed(replaced(x.shape, axis, size * degree), lambda *i: x[replaced(i, axis, a.divided(i[axis], size)[1])])
@@ -39,7 +39,7 @@ def replicate(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 @operator
 def reduce(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
-    """The sum of the devices' parts (an all-reduce)."""
+    """Return the sum of the devices' parts (an all-reduce)."""
     check_axis(x, axis)
     part = a.quotient(x.shape[axis], degree, "a dim of equal parts")
     return Indexed(

@@ -109,7 +109,7 @@ def convolve(
     groups: Any,
     dims: int,
 ) -> Indexed:
-    """A convolution over ``dims`` dims."""
+    """Return a convolution over ``dims`` dims."""
     _check_ranks(x, weight, dims)
     a.same(x.shape[1], weight.shape[1] * groups, "channels of a convolution")
     per_group = a.quotient(weight.shape[0], groups, "output channels by groups")

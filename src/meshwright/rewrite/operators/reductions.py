@@ -82,7 +82,7 @@ def log_softmax(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
 def avg_pool2d(
     a: Arithmetic, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
 ) -> Indexed:
-    """Sums over windows, including padding zeros, divided by the kernel's size."""
+    """Return sums over windows, including padding zeros, divided by the kernel's size."""
 
     def window(body: Callable[..., Any], inside: Callable[..., Any]) -> Any:
         taps = a.total(
@@ -98,7 +98,7 @@ def avg_pool2d(
 def max_pool2d(
     a: Arithmetic, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
 ) -> Indexed:
-    """The largest of each window."""
+    """Return the largest of each window."""
 
     def window(body: Callable[..., Any], inside: Callable[..., Any]) -> Any:
         return a.largest(

@@ -52,13 +52,13 @@ class RuleBook:
 
 @cache
 def shipped_rule_book(name: ShippedBook = "generated") -> RuleBook:
-    """The rules that ship with Meshwright: generated, or written (``NAME.toml``) and proved."""
+    """Return the rules that ship with Meshwright: generated, or written (``NAME.toml``) and proved."""
     data = files("meshwright.rewrite.rulebook").joinpath(f"{name}.json.gz").read_bytes()
     return parse_rule_book(json.loads(gzip.decompress(data)), f"the shipped rule book {name!r}")
 
 
 def read_rule_book(path: str | Path) -> RuleBook:
-    """The rules of a file that `write_rule_book` wrote. Raises RewriteError for any other file."""
+    """Return the rules of a file that `write_rule_book` wrote. Raises RewriteError for any other file."""
     place = Path(path)
     try:
         if place.stat().st_size > _MOST_BYTES:
@@ -72,7 +72,7 @@ def read_rule_book(path: str | Path) -> RuleBook:
 
 
 def parse_rule_book(document: Any, place: str) -> RuleBook:
-    """A rule book from its document."""
+    """Return a rule book from its document."""
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
         raise RewriteError(f"{place} is not a rule book of schema version {SCHEMA_VERSION}. Generate it again.")
     try:

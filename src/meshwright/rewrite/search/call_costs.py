@@ -1,8 +1,8 @@
-"""Costs of nodes: each is written as the torch call that it becomes, and the cost model estimates that call.
+"""Costs of nodes (`CallCosts`), each as the torch call that it becomes; times of whole models (`alternate`).
 
-Calls are identified by everything that their cost depends on (`TorchCall`), so that equal calls of a deep model are
-estimated once. Unmeasured calls can be timed here (`measure`), all in one run with their own memory, so that no weight
-is in a cache that would not be there in the model.
+The cost model estimates calls. They are identified by everything that their cost depends on (`TorchCall`), so that
+equal calls of a deep model are estimated once. Unmeasured calls can be timed here (`measure`), all in one run with
+their own memory, so that no weight is in a cache that would not be there in the model.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind
 
 
-# Time whole models against each other: rounds in which every candidate runs once, on one thread's clock.
-
 # Seconds that a candidate runs for at a time. A short one then finds its own weights in caches, as it would in a loop,
 # and not another candidate's data.
 _TURN_S = 0.01
 
 
+# Whole models are timed against each other: in each round every candidate runs once.
 def alternate(
     candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, clock: Callable[[], float] | None = None
 ) -> NDArray[np.float64]:
-    """Seconds of each candidate in each round, shape (rounds or more, candidates).
+    """Return seconds of each candidate in each round, shape (rounds or more, candidates).
 
     A short candidate runs several times per round, and its median counts. At least 5 rounds, however long they take;
     more than ``rounds`` where they take less than a second.
@@ -89,9 +88,9 @@ def _timed(candidate: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def speedups(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How many times faster than the first each candidate is, and the half width of the 95 % interval.
+    """Return how many times faster than the first each candidate is, and the half width of the 95 % interval.
 
-    Ratios of lower quartiles; the interval is from rounds drawn again.
+    Ratios are of lower quartiles; the interval is from rounds drawn again.
     """
     rng = np.random.default_rng(0)
     draws = rng.integers(len(seconds), size=(200, len(seconds)))
@@ -103,7 +102,7 @@ def speedups(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
 
 
 def forward_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
-    """One inference of a module on a batch's (args, kwargs)."""
+    """Return a function that runs one inference of a module on a batch's (args, kwargs)."""
     args, kwargs = tensors
 
     def run() -> Any:
@@ -114,7 +113,7 @@ def forward_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
 
 
 def step_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
-    """Forward and backward of a module on a batch; gradients are computed and dropped."""
+    """Return a function that runs forward and backward of a module on a batch; gradients are computed and dropped."""
     args, kwargs = tensors
 
     def run() -> Any:
@@ -129,7 +128,7 @@ def step_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Context manager that restores the module's buffers and attributes and torch's random state."""
+    """Restore, after the block, the module's buffers and attributes and torch's random state."""
     parts = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
     held = {id(tensor): tensor for _, _, buffers in parts for tensor in buffers.values() if tensor is not None}
     values = {key: tensor.detach().clone() for key, tensor in held.items()}
@@ -169,7 +168,7 @@ class TorchCall(NamedTuple):
 
 
 def call_of(graph: EGraph, known: ClassFacts, cls: int, node: TermNode) -> TorchCall:
-    """The call that a node becomes."""
+    """Return the call that a node becomes."""
     operands = tuple(
         Operand(graph.types[child], child in known.constant, known.number.get(child))
         for child in map(graph.find, node.operands)
@@ -195,7 +194,7 @@ class CallCosts:
         self._slower: dict[str, float] = {}
 
     def seconds(self, call: TorchCall) -> float:
-        """Seconds of a call that was estimated; infinity if torch has no such operator."""
+        """Return the seconds of a call that was estimated; infinity if torch has no such operator."""
         raised = 1.0 if self._measured.get(call, True) else self._slower.get(call.operator, 1.0)
         return self._seconds[call] * raised
 

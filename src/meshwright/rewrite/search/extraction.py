@@ -1,7 +1,7 @@
-"""The cheapest graph of an e-graph: one node of each class that is needed, shared terms counted once.
+"""The cheapest graph of an e-graph (`extract`): one node of each class that is needed, shared terms counted once.
 
-The options (`options`) decompose into parts, each an integer program for HiGHS: ``x`` says whether a node is chosen,
-``y`` whether a class is needed.
+The options (`ClassOptions`) decompose into parts, each an integer program for HiGHS: ``x`` says whether a node is
+chosen, ``y`` whether a class is needed.
 
     minimise   Σ seconds · x
     where      y(certain) = 1,   Σ x(nodes of c) = y(c),   y(d) ≥ Σ x(nodes of c that read d)
@@ -33,20 +33,6 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import TermNode
 
 
-# What a choice of nodes is between: the classes that roots may need, and their nodes worth considering.
-#
-# Most nodes of an e-graph are in no cheapest graph, which can be shown before the search:
-#
-# - A class is *certain* where every graph of the roots holds it (dominators of an AND-OR graph: what a node needs is
-#   what all of its operands' ways need, what a class needs is what all of its nodes need in common).
-# - The *tree cost* of a class is what it takes at most: each node of its tree paid for, shared or not. Certain classes
-#   are there anyway, and cost nothing more; those that might need the class itself (of one strong component) are paid
-#   for, so that nobody counts on what is made of his own result.
-# - A node is a *detour* where all that read its class can read what it reads themselves, for no more: a slice of a
-#   slice.
-# - A node is *dominated* where another of its class, with the trees of all that only that one reads, costs less than
-#   the node alone: in any graph, it could take the node's place without a circle.
-
 # Between graphs of equal cost, prefer fewer nodes, then fewer operands.
 _PER_NODE, _PER_OPERAND = 1e-9, 1e-11
 
@@ -55,7 +41,7 @@ _ENDLESS = 1e100
 
 
 def complexity(nodes: Iterable[TermNode]) -> float:
-    """A tiny number of seconds that only breaks ties between equal costs."""
+    """Return a tiny number of seconds that only breaks ties between equal costs."""
     return sum(_PER_NODE + _PER_OPERAND * len(node.operands) for node in nodes)
 
 
@@ -76,7 +62,7 @@ class Waiting:
         self._inside.update(new)
 
     def pop(self) -> int:
-        """The next class."""
+        """Return the next class."""
         cls = self._queue.popleft()
         self._inside.discard(cls)
         return cls
@@ -90,6 +76,17 @@ class Option(NamedTuple):
     reads: frozenset[int]
 
 
+# Most nodes of an e-graph are in no cheapest graph, which can be shown before the search:
+#
+# - A class is *certain* if every graph of the roots contains it (dominators of an AND-OR graph: a node needs what all
+#   graphs of each of its operands need; a class needs what all of its nodes need in common).
+# - The *tree cost* of a class is an upper bound of its cost: the sum over the nodes of its tree, shared or not. Certain
+#   classes are computed anyway, and cost nothing more. A certain class that might itself need the class (in one strong
+#   component) is counted, because it may not be computed before.
+# - A node is a *detour* if all readers of its class can read the node's own operands instead, at no higher cost: a
+#   slice of a slice.
+# - A node is *dominated* if another node of its class, with the trees of all classes that only that one reads, costs
+#   less than the node alone: in any graph, that node could take its place without a cycle.
 class ClassOptions:
     """By class, the options that may be in a cheapest graph.
 
@@ -124,11 +121,11 @@ class ClassOptions:
         self.readers: Mapping[int, list[int]] = self._find_readers()
 
     def reads(self, node: TermNode) -> frozenset[int]:
-        """Classes that a node reads, except leaves."""
+        """Return the classes that a node reads, except leaves."""
         return frozenset(map(self._graph.find, node.operands)) - self._leaves
 
     def follow(self, chosen: Mapping[int, TermNode]) -> dict[int, TermNode]:
-        """The classes that the roots need under a choice, with their nodes."""
+        """Return the classes that the roots need under a choice, with their nodes."""
         nodes: dict[int, TermNode] = {}
         todo = list(self.roots)
         while todo:
@@ -139,7 +136,7 @@ class ClassOptions:
         return nodes
 
     def parts(self) -> list[list[int]]:
-        """Classes in groups that can be chosen independently of each other, except for cycles.
+        """Return classes in groups that can be chosen independently of each other, except for cycles.
 
         A certain class is present in any case, so that only uncertain classes connect groups.
         """
@@ -161,7 +158,7 @@ class ClassOptions:
         return list(found.values())
 
     def by_trees(self) -> dict[int, TermNode]:
-        """For each class the node of its cheapest tree: a choice without cycles, if not the cheapest one."""
+        """Return for each class the node of its cheapest tree: a choice without cycles, if not the cheapest one."""
         _, best = self._trees({}, {})
         return {cls: self.of[cls][place].node for cls, place in best.items()}
 
@@ -224,7 +221,7 @@ class ClassOptions:
                 return frozenset(cls for cls in self.of if bit[cls] & certain)
 
     def served(self, cls: int, option: Option, readers: Iterable[int]) -> list[tuple[int, int]]:
-        """The options of ``readers`` (class, position) for which a class needs this option: not a detour for them."""
+        """Return the options of ``readers`` (class, position) for which this option is needed, not a detour."""
         found = []
         for reader in readers:
             for place, through in enumerate(self.of[reader]):
@@ -344,7 +341,7 @@ def extract(
     leaves: Set[int] = frozenset(),
     limit_s: float = 10.0,
 ) -> Choice:
-    """The cheapest choice for ``roots``. ``start`` is a known choice; the result never costs more.
+    """Return the cheapest choice for ``roots``. ``start`` is a known choice; the result never costs more.
 
     ``seconds`` of a class and one of its nodes; infinity for a node that must not be chosen. ``leaves`` are classes
     that cost nothing, however they are computed (constants, computed once). Raises MeshwrightError if HiGHS is not
@@ -569,7 +566,7 @@ class _Columns:
 
 
 def smallest(graph: EGraph, wanted: Iterable[int]) -> dict[int, TermNode]:
-    """For classes and everything that they need, the node whose tree has the fewest operators."""
+    """Return, for classes and everything that they need, the node whose tree has the fewest operators."""
     size: dict[int, float] = {}
     chosen: dict[int, TermNode] = {}
     needed = _below(graph, wanted)

@@ -94,7 +94,7 @@ class GraphSpace:
         self._origins = Counter(map(self.graph.find, set(self._classes.values())))
 
     def call(self, cls: int, node: TermNode) -> TorchCall | None:
-        """The call that a node of a class becomes; None for one that costs nothing."""
+        """Return the call that a node of a class becomes; None for one that costs nothing."""
         if node.operator in FREE:
             return None
         found = self._calls.get((cls, node))
@@ -108,19 +108,19 @@ class GraphSpace:
         return list(dict.fromkeys(call for cls, node in pairs if (call := self.call(cls, node)) is not None))
 
     def calls_of(self, found: FoundGraph) -> list[TorchCall]:
-        """The calls of a chosen graph, and of the original one."""
+        """Return the calls of a chosen graph, and of the original one."""
         pairs = ((cls, node) for choice in (found.choice, self._first) for cls, node in choice.items())
         used = (self.call(cls, node) for cls, node in pairs if cls not in self.known.constant)
         return list(dict.fromkeys(call for call in used if call is not None))
 
     def seconds(self, choice: Mapping[int, TermNode], costs: CallCosts) -> float:
-        """The seconds of a choice at these costs."""
+        """Return the seconds of a choice at these costs."""
         graph, constant = self.graph, self.known.constant
         pairs = ((cls, node) for cls, node in choice.items() if cls not in constant and not is_token(graph, cls))
         return sum(costs.seconds(call) for cls, node in pairs if (call := self.call(cls, node)) is not None)
 
     def with_costs(self, found: FoundGraph, costs: CallCosts) -> FoundGraph:
-        """The same graph at other costs, at which it may not be the cheapest."""
+        """Return the same graph at other costs, at which it may not be the cheapest."""
         before_s, after_s = self.seconds(self._first, costs), self.seconds(found.choice, costs)
         return replace(found, before_s=before_s, after_s=after_s, proved=False)
 
@@ -145,7 +145,7 @@ class GraphSpace:
         return chosen
 
     def choose(self, costs: CallCosts, grown: Grown, *, limit_s: float = 4.0, without: str = "") -> FoundGraph:
-        """The cheapest graph; ``without``: without the nodes of that rule. All `calls` must have costs."""
+        """Return the cheapest graph; ``without``: without the nodes of that rule. All `calls` must have costs."""
         graph, constant, first, reasons = self.graph, self.known.constant, self._first, self._reasons
         kept = set(first.items())
 
@@ -219,7 +219,10 @@ def _grown(graph: EGraph, rounds: int, ended: Ended, cut: Mapping[str, None], st
 
 
 def build_terms(graph: EGraph, nodes: Mapping[int, TermNode], roots: Iterable[int]) -> tuple[Terms, dict[int, int]]:
-    """Terms of a choice, and the term of each class that the roots need. Raises CircularError for one with a circle."""
+    """Return terms of a choice, and the term of each class that the roots need.
+
+    Raises CircularError for one with a circle.
+    """
     terms = Terms()
     place: dict[int, int] = {}
     open_: set[int] = set()

@@ -19,7 +19,7 @@ _GIVEN = ("parameter", "buffer", "constant")
 def load(
     terms: Terms, outputs: Sequence[int], finite: Set[str] = frozenset(), *, frozen: bool = False
 ) -> tuple[EGraph, dict[int, int]]:
-    """An e-graph of the terms that outputs need, and the class of each term.
+    """Return an e-graph of the terms that outputs need, and the class of each term.
 
     ``finite``: names of given tensors that contain finite numbers, and always will. ``frozen``: weights do not change.
     """
@@ -45,7 +45,7 @@ class ClassFacts:
 
 
 def find_known(graph: EGraph, *, frozen: bool) -> ClassFacts:
-    """Facts that follow from weights and numbers alone; ``frozen``: weights do not change (inference)."""
+    """Return facts that follow from weights and numbers alone; ``frozen``: weights do not change (inference)."""
     constant: set[int] = set()
     number: dict[int, float] = {}
     readers: dict[int, set[int]] = {}
@@ -97,5 +97,5 @@ def _number(graph: EGraph, node: TermNode, number: dict[int, float]) -> float | 
 
 
 def is_token(graph: EGraph, cls: int) -> bool:
-    """Whether a class represents an order of effects, or several results, and is not a tensor."""
+    """Return whether a class represents an order of effects, or several results, and is not a tensor."""
     return graph.types[cls].dtype == TOKEN_DTYPE

@@ -116,7 +116,7 @@ def _is_absorbed(graph: EGraph, cls: int, rule: Directed) -> bool:
 
 
 def joins(rule: Directed) -> bool:
-    """Whether a rule turns two operators with a shared operand into slices of one, in their order."""
+    """Return whether a rule turns two operators with a shared operand into slices of one, in their order."""
     if len(rule.sources) != 2 or len(rule.targets) != 2:
         return False
     one, other = rule.sources

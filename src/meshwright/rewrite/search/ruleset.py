@@ -75,7 +75,7 @@ def shipped_rules(special: SpecialNumbers = "kept") -> Guided:
 
 
 def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guided:
-    """Directions of proved rules, each once."""
+    """Return directions of proved rules, each once."""
     simplify, explore, merge, fold = [], [], [], []
     seen = set()
     for entry in entries:

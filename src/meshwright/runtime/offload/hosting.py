@@ -1,4 +1,7 @@
-"""The host of a rank: pieces come down, are updated and go up, in parallel with the computations."""
+"""The host of a rank (`Hosting`): pieces come down, are updated and go up, in parallel with the computations.
+
+`take_to_host` and `keep_saved` build it: the pieces of its updates, memory for them, states, threads.
+"""
 
 from __future__ import annotations
 
@@ -203,17 +206,6 @@ class _Marks:
         return reached
 
 
-# Builds a rank's host: the pieces of its updates, memory for them, states, threads.
-#
-# If the optimizer of FSDP2 shards is on the host, gradients keep their own type, and parameters are in host memory.
-# FSDP2 casts summed gradients to the type of the shards. With master weights on the host, shards have the type of the
-# parameters, but gradients must stay wide. If parameters are on the host, a `CPUOffloadPolicy` keeps shards there, and
-# copies gradients to them; on processors, whose memory is both, it does nothing, and this module moves shards and
-# gradients into host memory, so that they are not counted as device memory.
-#
-# Only this module uses the internal names of FSDP2.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
     """The pieces of a rank in host memory, its needs there, and the signals of what is ready."""
@@ -234,6 +226,12 @@ class Hosted:
         return StatesOnDrives(optimizer, self.memory, file, self.pieces, each)
 
 
+# If the optimizer of FSDP2 shards is on the host, gradients keep their own type, and parameters are in host memory.
+# FSDP2 casts summed gradients to the type of the shards. With master weights on the host, shards have the type of the
+# parameters, but gradients must stay wide. If parameters are on the host, a `CPUOffloadPolicy` keeps shards there, and
+# copies gradients to them; on processors, whose memory is both, it does nothing, and this module moves shards and
+# gradients into host memory, so that they are not counted as device memory. Only this module uses the internal names of
+# FSDP2.
 def take_to_host(
     share: Holding,
     exchange: Exchange | None,
@@ -300,7 +298,7 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device, rank
 
 
 def find_partial(graph: Graph) -> set[int]:
-    """The parameters of whose gradients each process of a team has only a part, to be summed before an update."""
+    """Return the parameters of whose gradients each process of a team has only a part, summed before an update."""
     return {item.tensor for item in graph.collectives if item.phase == "step"}
 
 

@@ -52,7 +52,7 @@ def find_pieces(
     *,
     are_resident: bool,
 ) -> list[PieceFacts]:
-    """The pieces of a rank: its buckets, and the parameters outside them, by their numbers in the program.
+    """Return the pieces of a rank: its buckets, and the parameters outside them, by their numbers in the program.
 
     ``are_resident``: parameters outside all buckets are on the host.
     """
@@ -195,7 +195,7 @@ class HostedPiece:
             item.data = self._of(values, i) if values.numel() else values
 
     def shape_of(self, tensor: int) -> torch.Size:
-        """The shape of the rank's part of a parameter."""
+        """Return the shape of the rank's part of a parameter."""
         return own_part(self.facts.parameters[tensor].detach()).shape
 
     def _of(self, flat: torch.Tensor, tensor: int) -> torch.Tensor:
@@ -204,7 +204,7 @@ class HostedPiece:
 
 
 def make_hosted(facts: PieceFacts, numbers: Numbers, memory: HostMemory, *, on_drives: bool) -> HostedPiece:
-    """A piece in host memory, with the values of the device.
+    """Return a piece in host memory, with the values of the device.
 
     ``on_drives``: master weights will be there, so that the piece has none yet (`StatesOnDrives`).
     """

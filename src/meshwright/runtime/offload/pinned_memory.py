@@ -1,8 +1,8 @@
-"""Host memory: the buffers of tensors on the host.
+"""Host memory for tensors (`HostMemory`), files on drives (`DriveFile`), and checks that hosts have room for both.
 
-On a machine with CUDA it is pinned if a GPU copies from it or to it. Otherwise it is mapped: its pages come from the
-system and return there. It is not counted by torch's allocator, whose bytes are the device memory if the device is a
-processor. It starts at a page boundary, as direct reads and writes of drives need.
+On a machine with CUDA host memory is pinned if a GPU copies from it or to it. Otherwise it is mapped: its pages come
+from the system and return there. It is not counted by torch's allocator, whose bytes are the device memory if the
+device is a processor. It starts at a page boundary, as direct reads and writes of drives need.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from meshwright.program import HostNeeds, count_host_needs, lower_plan
 from meshwright.spec import Graph, Plan, RunError, format_bytes
 from meshwright.spec.files import make_folder
 
-# Checks before a run that its hosts have room for offloaded states: memory, and drives.
-
 FOLDER_ADVICE = "Give a folder on a drive with room for them: --offload-folder, or prepare(..., offload_folder=...)."
 
 
 def choose_folder(given: Path | str | None) -> Path:
-    """The folder for states on drives: by default that of temporary files."""
+    """Return the folder for states on drives: by default that of temporary files."""
     return Path(given) if given is not None else Path(tempfile.gettempdir())
 
 
@@ -58,9 +56,9 @@ def check_host(plan: Plan, graph: Graph, folder: Path, device: Backend) -> None:
 
 
 def check_room(needs: HostNeeds, folder: Path | None) -> None:
-    """Raise RunError on all processes if the host of any lacks room for its processes. All call it together.
+    """Raise RunError on all processes if the host of any lacks room for the offloaded states of its processes.
 
-    Resident tensors are already allocated, and not counted again.
+    All call it together. Resident tensors are already allocated, and not counted again.
     """
     host = Host()
     own = (
@@ -81,7 +79,7 @@ def check_room(needs: HostNeeds, folder: Path | None) -> None:
 
 
 def explain_memory(folder: Path) -> str:
-    """A remark for the user on a folder whose files are in memory; empty for other folders."""
+    """Return a remark for the user on a folder whose files are in memory; empty for other folders."""
     drive = _drive(Host(), folder)
     if drive is None or not drive.is_memory:
         return ""
@@ -136,7 +134,7 @@ class HostMemory:
         self.num_bytes = 0
 
     def new(self, num_bytes: int, *, copied: bool = False) -> HostBuffer:
-        """A buffer; ``copied``: the device copies from and to it."""
+        """Return a buffer; ``copied``: the device copies from and to it."""
         self.num_bytes += num_bytes
         return HostBuffer(num_bytes, pin=copied and self._pins)
 
@@ -145,11 +143,11 @@ class HostMemory:
         self.num_bytes -= buffer.num_bytes
 
     def empty(self, size: int, dtype: torch.dtype, *, copied: bool = False) -> torch.Tensor:
-        """A flat tensor of ``size`` elements."""
+        """Return a flat tensor of ``size`` elements."""
         return self.new(size * dtype.itemsize, copied=copied).view(0, (size,), dtype)
 
     def moved(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor."""
+        """Return a copy of a tensor."""
         return self.empty(value.numel(), value.dtype).view(value.shape).copy_(value)
 
 
@@ -171,25 +169,23 @@ class HostBuffer:
             self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:num_bytes]
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in the buffer, starting at an offset."""
+        """Return a tensor in the buffer, starting at an offset."""
         return self._bytes[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple."""
+    """Return the next multiple."""
     return -(-number // multiple) * multiple
 
-
-# A file on the drives of a host, for states that are read and written piece by piece.
-#
-# The file has no name: its space is freed however the process ends, also by a kill. Reads and writes bypass the
-# system's cache (``O_DIRECT``) if the file system supports it, in whole pages; otherwise they use it. Its space is
-# allocated before the first step, so that a full drive is noticed then.
 
 # The unit of direct reads and writes: the size of a page, which is a multiple of the blocks of drives.
 PAGE_BYTES = mmap.PAGESIZE
 
 
+# For states that are read and written piece by piece. The file has no name: its space is freed however the process
+# ends, also by a kill. Reads and writes bypass the system's cache (``O_DIRECT``) if the file system supports it, in
+# whole pages; otherwise they use it. Its space is allocated before the first step, so that a full drive is noticed
+# then.
 class DriveFile:
     """A file without a name in a folder, with room for ``num_bytes``. Raises RunError if it cannot be created.
 
@@ -233,7 +229,7 @@ class DriveFile:
             ) from None
 
     def map(self, start: int, num_bytes: int) -> HostBuffer:
-        """A part of the file as memory, which is read on access."""
+        """Return a part of the file as memory, which is read on access."""
         return HostBuffer(num_bytes, memory=mmap.mmap(self._file, num_bytes, offset=start))
 
     def close(self) -> None:

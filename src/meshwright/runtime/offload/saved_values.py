@@ -177,7 +177,7 @@ class SavedLayers:
         tape.known = {storage: value for storage, value in tape.known.items() if value.flat is not None}
 
     def pack(self, tensor: Any) -> Any:
-        """The placeholder of a tensor until the backward; the tensor itself if it stays."""
+        """Return the placeholder of a tensor until the backward; the tensor itself if it stays."""
         tape = self._running
         if tape is None or tape.unit >= self._final or not self._leaves(tensor, tape):
             return tensor
@@ -222,7 +222,7 @@ class SavedLayers:
         del self._tapes[microbatch]
 
     def unpack(self, packed: Any) -> Any:
-        """The tensor of a placeholder, on the device."""
+        """Return the tensor of a placeholder, on the device."""
         if not isinstance(packed, _Packed):
             return packed
         value = packed.value
@@ -268,14 +268,14 @@ def _turn_round(tape: _Tape) -> None:
 
 
 def backend_on(device: torch.device) -> Backend:
-    """The backend of a device."""
+    """Return the backend of a device."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
 def find_stages_away(
     plan: Plan | Placement, graph: Graph, stages: Sequence[StageSlice], device: torch.device
 ) -> dict[int, Away]:
-    """The offloaded part of each of a rank's stages; empty if activations stay on the device."""
+    """Return the offloaded part of each of a rank's stages; empty if activations stay on the device."""
     if not isinstance(plan, Plan) or plan.offload.activations == "device":
         return {}
     workload = plan.workload

@@ -1,4 +1,4 @@
-"""The places of the optimizer states of pieces: host memory, or a file on its drives.
+"""The places of the optimizer states of pieces (`PieceStates`): host or drives; updates on the host (`HostSteps`).
 
 A state is a tensor that an optimizer keeps in the shape of a parameter; numbers, such as AdamW's counter, stay with the
 optimizer. On drives each piece has a region of one file, with its master weights and states in sequence. The data of a
@@ -35,7 +35,10 @@ _Name = tuple[int, str]
 
 
 class PieceStates(Protocol):
-    """The place of the states of pieces between steps."""
+    """Where the optimizer states of pieces are kept between steps.
+
+    This is host memory (`StatesOnHost`) or a file on drives (`StatesOnDrives`).
+    """
 
     remark: str
 
@@ -53,7 +56,7 @@ class PieceStates(Protocol):
         """Make the tensors of all states readable in the block."""
 
     def close(self) -> None:
-        """Release the place."""
+        """Free that memory or file."""
 
 
 class StatesOnHost:
@@ -239,7 +242,7 @@ class StatesOnDrives:
 
 
 def find_states(optimizer: torch.optim.Optimizer | None, piece: HostedPiece) -> dict[_Name, torch.Tensor]:
-    """An optimizer's existing states of a piece's parameters in their shapes."""
+    """Return an optimizer's existing states of a piece's parameters in their shapes."""
     found: dict[_Name, torch.Tensor] = {}
     for i, parameter in piece.hosted.items():
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
@@ -249,12 +252,6 @@ def find_states(optimizer: torch.optim.Optimizer | None, piece: HostedPiece) -> 
                 found[i, name] = value
     return found
 
-
-# Updates on the host: the optimizer over pieces whose gradients came down, with the states in host memory.
-#
-# It is the user's own optimizer, over the host's copies of the parameters or their master weights. If torch has one
-# fused pass over the elements on a processor, that is used, unless the user chose otherwise. Gradients on the device
-# stay as summed: the factors for clipping and for the loss scale are applied here.
 
 # Optimizers that torch runs in one pass on processors (torch.optim: `fused`).
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -272,7 +269,7 @@ class HostedValues(Masters):
         self.masters = {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Master weights by tensor id; empty if the plan has none."""
+        """Return the master weights by tensor id; empty if the plan has none."""
         return {
             str(i): item.detach() for piece in self._pieces if piece.has_masters for i, item in piece.hosted.items()
         }
@@ -289,8 +286,14 @@ class HostedValues(Masters):
                 item.data.copy_(state[str(i)])
 
 
+# The optimizer is the user's own, over the host's copies of the parameters or their master weights. If torch has one
+# fused pass over the elements on a processor, that is used, unless the user chose otherwise. Gradients on the device
+# stay as summed: the factors for clipping and for the loss scale are applied here.
 class HostSteps(StageSteps):
-    """Called with a stage, clears its gradients; `update` has already updated its pieces, one by one."""
+    """Updates on the host, over pieces whose gradients were copied down, with the states in host memory.
+
+    Called with a stage, it clears the stage's gradients; `update` has already updated its pieces, one by one.
+    """
 
     def __init__(
         self,
@@ -359,7 +362,7 @@ class HostSteps(StageSteps):
                 group["params"] = params
 
     def state(self) -> dict[str, Any]:
-        """The state as in `StageSteps`; states on drives are tensors that are read from there on access."""
+        """Return the state as in `StageSteps`; states on drives are tensors that are read from there on access."""
         with self.states.at_hand(self._pieces):
             return super().state()
 

@@ -61,7 +61,7 @@ class TeamPosition:
 
 
 def make_grid(sharding: Sharding, process: int, num_ranks: int) -> TeamPosition:
-    """The grid, and a process group for every row of every axis; all processes make all groups in one order."""
+    """Return the grid, and a process group for every row of every axis; all processes make all groups in one order."""
     axes: dict[Axis, AxisGroup] = {}
     for axis in AXES:
         size, stride = sharding.size(axis), sharding.stride(axis)

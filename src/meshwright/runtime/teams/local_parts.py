@@ -83,11 +83,11 @@ class LocalModel:
         return self.captured.graph
 
     def eager(self) -> Self:
-        """The model with eager layers."""
+        """Return the model with eager layers."""
         return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """A module that computes ``fetches`` from ``feeds`` by some ops, with this process's shards of their inputs.
+        """Return a module that computes ``fetches`` from ``feeds`` by some ops, with this process's input shards.
 
         Raises PlanError for an op that cannot be sharded.
         """
@@ -118,7 +118,7 @@ class LocalModel:
         return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """The same for all ops, without communication: only shapes and strides are right."""
+        """Return the same for all ops, without communication: only shapes and strides are right."""
         size = self.plan.microbatch_size
         ops = range(len(self.graph.ops))
         modules = {index: self._stand_in(index) for index in ops if self._module_of(index) is not None}
@@ -126,20 +126,20 @@ class LocalModel:
         return rebuild(self.graph, inputs, fetches, ops, batch_size=size, converters={}, modules=modules, device=device)
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
-        """This process's shard of a graph input for one microbatch."""
+        """Return this process's shard of a graph input for one microbatch."""
         return self._own(value, tensor).contiguous() if is_split(tensor, self.sharded.layouts) else value
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
-        """The whole tensor from the shards of a team's processes, in their order."""
+        """Return the whole tensor from the shards of a team's processes, in their order."""
         size = self.plan.microbatch_size
         return join_shares(shares, tensor, self.sharded.layouts, self.sharding, size)
 
     def is_split(self, tensor: int) -> bool:
-        """Whether the processes of a team have different parts of a tensor."""
+        """Return whether the processes of a team have different parts of a tensor."""
         return is_split(tensor, self.sharded.layouts)
 
     def alike(self, tensor: int) -> int:
-        """The number of processes of a team that have the same part of a tensor."""
+        """Return the number of processes of a team that have the same part of a tensor."""
         sharding, layouts = self.sharding, self.sharded.layouts
         return prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][tensor], Shard))
 
@@ -280,7 +280,7 @@ class LocalModel:
 
 
 def local_model(captured: Captured, plan: Plan, grid: TeamPosition, device: torch.device) -> LocalModel:
-    """The model of this process, on its device, under a plan that splits ops.
+    """Return the model of this process, on its device, under a plan that splits ops.
 
     Raises PlanError for tensors that cannot be split evenly, or are gathered again.
     """
@@ -378,7 +378,7 @@ class Plain(torch.nn.Module):
         self._call = rebuild(graph, feeds, op.outputs[:1], [index], batch_size=batch_size, converters={}, device=device)
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """The operator's result."""
+        """Return the operator's result."""
         found: tuple[torch.Tensor] = self._call(*(given[place] for place in self._places))
         return found[0]
 

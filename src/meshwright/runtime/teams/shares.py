@@ -23,20 +23,20 @@ class Cut:
     parts: int
 
     def shares(self, value: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """The shards of ``size`` processes."""
+        """Return the shards of ``size`` processes."""
         pieces = [piece.chunk(size, self.dim) for piece in value.chunk(self.parts, self.dim)]
         if len(pieces) == 1:
             return list(pieces[0])
         return [torch.cat([piece[index] for piece in pieces], self.dim) for index in range(size)]
 
     def join(self, shares: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor from its shards."""
+        """Return the whole tensor from its shards."""
         pieces = [share.chunk(self.parts, self.dim) for share in shares]
         return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], self.dim)
 
 
 def cut_of(layout: Layout, batch_size: int) -> Cut | None:
-    """The cut of a layout; None if every process has a tensor of full size."""
+    """Return the cut of a layout; None if every process has a tensor of full size."""
     return Cut(layout.dim, layout.parts.at(batch_size)) if isinstance(layout, Shard) else None
 
 
@@ -46,7 +46,7 @@ Layouts = Mapping[Axis, tuple[Layout, ...]]
 def own_share(
     value: torch.Tensor, tensor: int, layouts: Layouts, places: Mapping[Axis, int], sharding: Sharding, batch_size: int
 ) -> torch.Tensor:
-    """The shard of a whole tensor, by its id, for the process at ``places``."""
+    """Return the shard of a whole tensor, by its id, for the process at ``places``."""
     for axis in SPLITTING_ORDER:
         if axis in layouts and (cut := cut_of(layouts[axis][tensor], batch_size)) is not None:
             value = cut.shares(value, sharding.size(axis))[places[axis]]
@@ -56,7 +56,7 @@ def own_share(
 def join_shares(
     shares: Sequence[torch.Tensor], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
 ) -> torch.Tensor:
-    """The whole tensor from the shards of a team's processes, in the order of their places."""
+    """Return the whole tensor from the shards of a team's processes, in the order of their places."""
     found = list(shares)
     # Among the team's places the tensor axis varies fastest.
     for axis in reversed(SPLITTING_ORDER):
@@ -72,7 +72,7 @@ def join_shares(
 def whole_shape(
     shape: Sequence[int], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
 ) -> tuple[int, ...]:
-    """The shape of a tensor of which one process has a shard of ``shape``."""
+    """Return the shape of a tensor of which one process has a shard of ``shape``."""
     found = list(shape)
     for axis, given in layouts.items():
         if (cut := cut_of(given[tensor], batch_size)) is not None:
@@ -81,12 +81,12 @@ def whole_shape(
 
 
 def is_split(tensor: int, layouts: Layouts) -> bool:
-    """Whether processes have different parts of a tensor."""
+    """Return whether processes have different parts of a tensor."""
     return any(isinstance(given[tensor], Shard) for given in layouts.values())
 
 
 def find_uneven(whole: Graph, local: Graph, layouts: Layouts, sharding: Sharding) -> int | None:
-    """The first tensor that its axes do not divide; None if all are even."""
+    """Return the first tensor that its axes do not divide; None if all are even."""
     batch_size = whole.batch_size or 2
     samples = batch_size * sharding.size("expert")
     for tensor, (ours, theirs) in enumerate(zip(whole.tensors, local.tensors, strict=False)):

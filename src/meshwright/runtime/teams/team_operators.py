@@ -1,4 +1,4 @@
-"""Ops of a local graph whose shards need another computation than torch's operator.
+"""Ops of a local graph whose shards need another computation than torch's operator; conversions; routed tokens.
 
 embedding       a process has some rows of the table: the others' are zero, and the sum over all is the result
 cross_entropy   a process has some classes: the largest logit, the sum of exponentials and the target's own logit are
@@ -11,6 +11,8 @@ products        each process has one term of the sum: the first process of the a
 means           each process divides its part of the sum by the total count (for cross entropy: of the targets that are
                 not ignored, or their weight)
 sums            of partial and of whole tensors: each process adds 1/n of the whole ones, whose gradient is whole
+conversions     of a tensor from its layout to the wanted one (`Convert`)
+experts         routed tokens go to the ranks that have their experts, and back (`arranging_module`)
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from meshwright.spec import Op, PlanError
 from meshwright.spec.exchange import CollectiveKind
 from meshwright.torch_names import all_gather_single, reduce_scatter_single
 
-# Routed tokens on their way to the ranks that have their experts, and back (`program.sharding.convert`).
+
+# Routed tokens (`program.sharding.convert`):
 #
 #     received  (ranks, experts here): the number of rows from each rank for each expert
 #     arrival   the index, among the arriving rows rank by rank, of the i-th row in the order of the experts
@@ -38,8 +41,6 @@ from meshwright.torch_names import all_gather_single, reduce_scatter_single
 #
 # The number of rows is known only at run time: counts are exchanged first, and read by the host, as the all-to-all of
 # the rows needs them. Gradients go in the other direction. No row is dropped.
-
-
 def count_rows(ends: torch.Tensor) -> torch.Tensor:
     """Return the number of rows per expert, from the ends of their ranges."""
     return torch.diff(ends, prepend=ends.new_zeros(1)).long()
@@ -159,18 +160,6 @@ def _send(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis
     return found
 
 
-# Conversions of the sharding (`program.sharding.convert`) over the processes of an axis, forward and backward.
-#
-# The forward converts a tensor from its layout to the wanted one; the backward converts its gradient in the other
-# direction by the collective that the local graph lists for it, or by none if every process has what it needs:
-#
-#     reduce_scatter, send   gradients are summed, each process keeps its shard
-#     all_reduce             they are summed
-#     all_gather             the shards of the gradient are joined
-#     all_to_all             they are sharded along the other dim
-#     none                   the own shard of a gradient that is whole everywhere, or the gradient itself
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConversion:
     """``have`` and ``want``: the cuts before and after, None for full size; ``sums``: the input is a part of a sum.
@@ -186,6 +175,15 @@ class LocalConversion:
     goes_round: bool = False
 
 
+# Conversions of the sharding (`program.sharding.convert`) over the processes of an axis. The forward converts a tensor
+# from its layout to the wanted one; the backward converts its gradient in the other direction by the collective that
+# the local graph lists for it, or by none if every process has what it needs:
+#
+#     reduce_scatter, send   gradients are summed, each process keeps its shard
+#     all_reduce             they are summed
+#     all_gather             the shards of the gradient are joined
+#     all_to_all             they are sharded along the other dim
+#     none                   the own shard of a gradient that is whole everywhere, or the gradient itself
 class Convert(torch.nn.Module):
     """A conversion as a module."""
 
@@ -194,7 +192,7 @@ class Convert(torch.nn.Module):
         self._conversion = conversion
 
     def forward(self, value: torch.Tensor, made: torch.Tensor | None = None) -> torch.Tensor:
-        """The converted tensor; ``made`` is the result if it is known already, and nothing is sent then."""
+        """Return the converted tensor; ``made`` is the result if it is known already, and nothing is sent then."""
         found: torch.Tensor = _Convert.apply(value, self._conversion, made)
         return found
 
@@ -246,7 +244,7 @@ def gather(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
 
 
 def sum_up(value: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
-    """All-reduce: the sum over the processes."""
+    """All-reduce: return the sum over the processes."""
     found = value.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, group=axis.group)
     return found
@@ -312,7 +310,7 @@ class LookUp(torch.nn.Module):
         self._axis = axis
 
     def forward(self, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """The rows; zero for those of other processes."""
+        """Return the rows; zero for those of other processes."""
         local = index - self._axis.index * len(weight)
         mine = (local >= 0) & (local < len(weight))
         padding = self._padding - self._axis.index * len(weight)
@@ -336,7 +334,7 @@ class CrossEntropy(torch.nn.Module):
             raise refuse_share(op, "weighs classes")
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The loss, the same on every process."""
+        """Return the loss, the same on every process."""
         # As under autocast, sums of exponentials are never in half precision.
         exact = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         rows = exact.movedim(1, -1).flatten(0, -2)
@@ -545,7 +543,7 @@ BIASES: Mapping[str, int] = {
 
 
 def refuse_share(op: Op, why: str) -> PlanError:
-    """The error for an op that cannot be sharded, with the reason."""
+    """Return the error for an op that cannot be sharded, with the reason."""
     return PlanError(
         f"The plan splits {op.name!r}, which {why}; such an op cannot be sharded here. Place the op whole "
         f"(`--placement '{op.name}=tensor'`), or plan without the axis."

@@ -1,4 +1,4 @@
-"""Run a load against a server, and compute the outcome."""
+"""Run a load against a server (`run_load`), in one process or several, and compute the outcome."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ from meshwright.serving.load.target import (
 from meshwright.spec import EventSink, ServingError
 from meshwright.spec.bounds import check_bounds
 
-# Loops in several processes: requests are assigned in turn, and their records are merged.
-#
-# The clocks of all processes agree (`time.perf_counter_ns` counts from the start of the machine). No process outlives
-# the call.
-
 # Seconds until processes have started (they import modules) and connected, and until they end after a stop.
 _START_S, _END_S = 60.0, 2.0
 # Time between the moment at which all are ready and the first request.
@@ -55,6 +50,8 @@ def run_here(job: LoadJob, tell: Tell | None) -> RequestRecords:
         loop.close()
 
 
+# Requests are assigned in turn, and their records are merged. The clocks of all processes agree (`time.perf_counter_ns`
+# counts from the start of the machine). No process outlives the call.
 def run_in_processes(job: LoadJob, count: int, tell: Tell | None) -> RequestRecords:
     """Run a job in ``count`` new processes. Raises ServingError if one of them fails.
 

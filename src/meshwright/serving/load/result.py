@@ -1,4 +1,4 @@
-"""Outcomes of the requests of a load, as figures.
+"""Outcomes of the requests of a load, as figures (`sum_up`), from the records of sending processes (`LoadJob`).
 
     in time       answered with 200 within the deadline, counted from the moment at which the request was due to be sent
     late          answered with 200 after it
@@ -26,8 +26,6 @@ from meshwright.serving.load.responses import Response, reason_of
 from meshwright.serving.load.target import RequestStream
 from meshwright.spec import format_seconds
 
-# The work of one sending process, and its record of each request.
-
 Check = Callable[[str, int, Response], bool]
 
 
@@ -43,10 +41,10 @@ class UnansweredReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadJob:
-    """The requests of one process: moments (ns from the start, ascending), and the model of each.
+    """The work of one sending process: its requests' moments (ns from the start, ascending), and the model of each.
 
-    ``first`` and ``step`` number its requests among those of all processes. ``names`` and ``requests`` are those of
-    the models. At most ``connections`` are opened, ``at_first`` of them before the start.
+    ``first`` and ``step`` number its requests among those of all processes. ``names`` and ``requests`` are those of the
+    models. At most ``connections`` are opened, ``at_first`` of them before the start.
     """
 
     family: int

@@ -1,4 +1,4 @@
-"""The server under load: its address, its models, and their inputs.
+"""The server under load (`Target`): its address, its models and their inputs; and which requests it gets, when.
 
     GET  /v2/models/NAME         inputs and outputs of a model (Open Inference Protocol)
     POST /v2/repository/index    the models of the server (Triton's model repository extension)
@@ -26,12 +26,6 @@ from meshwright.serving.server.tokens import is_token
 from meshwright.spec import Arrivals, Deployment, ServedModel, ServingError, suggest
 from meshwright.spec.units import Seconds
 
-# Which models get requests, when, and with which deadlines.
-#
-# Moments are those of `meshwright.serving.arrivals`: with the same models, seconds and seed, a server gets requests at
-# the moments of the simulator's. Copies of a model are separate models on a server; those of ``cat`` are called
-# ``cat-0``, ``cat-1``, ...
-
 # Each request takes about thirty bytes of memory until the end: 1.5 GB.
 MOST_REQUESTS = 50_000_000
 _NS = 1e9
@@ -43,7 +37,8 @@ _ANY = Seconds(86_400.0)
 class RequestStream:
     """Requests for a model, or for each of its copies; with ``deadline_s``, answers after it are late.
 
-    Each request carries the rest of the deadline, and ``priority``. Without a deadline, every answer is in time.
+    Each request carries the rest of the deadline, and ``priority``. Without a deadline, every answer is in time. Copies
+    of a model are separate models on a server; those of ``cat`` are called ``cat-0``, ``cat-1`` and so on.
     """
 
     model: str
@@ -85,6 +80,8 @@ def deployment_streams(deployment: Deployment, deadline_s: float | None = None) 
     )
 
 
+# Moments are those of `meshwright.serving.arrivals`: with the same models, seconds and seed, a server gets requests at
+# the moments of the simulator's.
 def draw_moments(
     streams: Sequence[RequestStream], seconds: float, *, seed: int, scale: float, ramp_s: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:

@@ -1,4 +1,4 @@
-"""Methods that place models on groups of devices, and an upper bound for any placement.
+"""Methods that place models on groups of devices (`place_models`); an upper bound for any placement (`bound_share`).
 
     packing       devices as squishy bin packing fills them (`policies.packing`), by load and memory; each model's
                   requests are divided by the shares of the packing; where not all models fit, those that take most
@@ -40,8 +40,6 @@ from meshwright.serving.policies.packing import DEVICE_OF, MODEL_OF, SHARE, Floa
 from meshwright.serving.policies.pool import NEVER
 from meshwright.serving.simulation import ServingResult, latency_table, simulate_deployment
 from meshwright.spec import Deployment, Group, ServedModel, ServingError, Straggler, suggest
-
-# Groups of a placement: free memory, merging groups that hold the same models, separating and merging copies.
 
 Groups = tuple[Group, ...]
 
@@ -85,7 +83,11 @@ def take_apart(deployment: Deployment) -> Deployment:
 
 
 def put_together(deployment: Deployment, apart: Deployment, groups: Groups) -> Deployment:
-    """Return the deployment with groups; merge copies that are in the same groups with the same weights."""
+    """Return the deployment with ``groups``, which were found for the separate copies in ``apart`` (`take_apart`).
+
+    A model stays one entry if all its copies are in the same groups with the same weights; otherwise each copy becomes
+    a model.
+    """
     models, name_of = list[ServedModel](), dict[str, str | None]()
     of_copy = {model.name: model for model in apart.models}
     names_of = _names_of_copies(deployment)
@@ -121,12 +123,11 @@ def _names_of_copies(deployment: Deployment) -> dict[str, list[str]]:
     return found
 
 
-# Placements by simulation, as in AlpaServe (OSDI 2023, section 4.2): add models one by one where they help.
-
 Simulate = Callable[[Groups], ServingResult]
 Score = tuple[float, float]
 
 
+# As in AlpaServe (OSDI 2023, section 4.2), models are added one by one where they help.
 def search_placement(deployment: Deployment, simulate: Simulate, beam: int) -> Groups:
     """Return the best placement by simulation over several group sizes; ties go to the largest size.
 

@@ -1,4 +1,7 @@
-"""Load a policy by the reference that a user gives: ``symphony``, ``timeouts:wait=10``, or ``mine.py:Class``."""
+"""Load a policy by a user's reference (`load_policy`); the policies that batch without deadlines: `Timeouts`, `Aimd`.
+
+A reference is ``symphony``, ``timeouts:wait=10``, or ``mine.py:Class``.
+"""
 
 from __future__ import annotations
 
@@ -53,17 +56,14 @@ from meshwright.serving.policies.shepherd import Shepherd
 from meshwright.spec import ServingError, suggest
 from meshwright.spec.own_code import load_function, split_reference
 
-# Batching without deadlines, as in most servers: `Timeouts` (Triton, MLServer, Ray Serve) and `Aimd` (Clipper).
-#
-# Requests are answered first come, first served; those whose deadline has passed are dropped when it is their turn.
-#
-# `Timeouts` waits until ``preferred`` requests wait, or the first one has waited for ``wait`` percent of its SLO; it
-# then runs all waiting requests, up to ``most``. In Triton the two sizes are separate settings (preferred_batch_size
-# and max_batch_size); in MLServer, LitServe and Ray Serve the size that triggers is also the largest: set ``most`` to
-# ``preferred``. `Aimd` (Clipper, NSDI 2017, section 4.3.1) runs waiting requests up to a limit for each queue: a batch
-# of that limit that took less than the SLO raises it by one, one that took longer lowers it by a tenth.
 
-
+# Batching without deadlines, as in most servers. Requests are answered first come, first served; those whose deadline
+# has passed are dropped when it is their turn. `Timeouts` (Triton, MLServer, Ray Serve) waits until ``preferred``
+# requests wait, or the first one has waited for ``wait`` percent of its SLO; it then runs all waiting requests, up to
+# ``most``. In Triton the two sizes are separate settings (preferred_batch_size and max_batch_size); in MLServer,
+# LitServe and Ray Serve the size that triggers is also the largest: set ``most`` to ``preferred``. `Aimd` (Clipper,
+# NSDI 2017, section 4.3.1) runs waiting requests up to a limit for each queue: a batch of that limit that took less
+# than the SLO raises it by one, one that took longer lowers it by a tenth.
 class Timeouts(NamedTuple):
     """A batch starts when it is large enough, or when its first request has waited long enough.
 

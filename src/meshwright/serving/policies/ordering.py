@@ -1,9 +1,10 @@
-"""The order in which a queue is served: by deadline, and by priority where not all requests can run at once.
+"""The order in which a queue is served (`prefer`); how slow devices are, learnt from their batches (`observe`).
 
-The upper byte of a request is its level, a number from -4 to 3: the lowest is the most important, and 0 is the default.
-A batch takes the most important of the requests that could run as one batch with the first request (`prefer`), so that
-these do not grow old; and where a request is refused, a less important one that waits is refused in its place
-(`least_important`). While no waiting request has a level, neither takes any time.
+Requests are served by deadline, and by priority where not all can run at once. The upper byte of a request is its
+level, a number from -4 to 3: the lowest is the most important, and 0 is the default. A batch takes the most important
+of the requests that could run as one batch with the first request (`prefer`), so that these do not grow old; and where
+a request is refused, a less important one that waits is refused in its place (`least_important`). While no waiting
+request has a level, neither takes any time. Slowness is in thousandths of the modelled latency.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from meshwright.serving.policies.pool import (
     USUAL,
     Ints,
 )
-
-# How slow devices are, learnt from their batches, in thousandths of the modelled latency.
 
 # A slowness is at least a tenth of the modelled latency.
 _LEAST = 100
@@ -82,9 +81,9 @@ def virtual_end(pool: Ints, device: int) -> int:
 
 @compiled
 def observe_virtual(pool: Ints, now: int, device: int) -> None:
-    """End a batch on a virtual device, and move its slowness towards the real device's usual one.
+    """End a batch on a virtual device (a copy of a real one); move its slowness towards the real device's usual one.
 
-    If it kept its value from the copy, one late batch just before would affect the whole trial.
+    Otherwise one late batch just before the copy was made would affect the whole trial.
     """
     slowness = pool[SLOWNESS] + device
     pool[slowness] = _follow(pool[slowness], pool[pool[USUAL] + device] // PARTS)

@@ -61,10 +61,9 @@ LEVEL_BIT = 56
 # Columns.
 #   of models   LATENCY: ns of model m and batch b at ``m * ROW + b``, `NEVER` for a batch that is too large; MOST: the
 #               largest batch; SLO: ns
-#   of queues   MODEL; requests from HEAD to TAIL, by deadline, at ``START + (place & MASK)`` of
-#               DEADLINE and REQUEST; COUNT, SINCE, RATE and TARGET of the meter (`meter`); UNIT: device time (ns) of a
-#               request in batches of the expected size; LEVELED: `NUM_LEVELS` counts each of requests with a level
-#               (`ordering`)
+#   of queues   MODEL; requests from HEAD to TAIL, by deadline, at ``START + (place & MASK)`` of DEADLINE and REQUEST;
+#               COUNT, SINCE, RATE and TARGET of the meter (`meter`); UNIT: device time (ns) of a request in batches of
+#               the expected size; LEVELED: `NUM_LEVELS` counts each of requests with a level (`ordering`)
 #   of devices  DEVICE: the state; FREE_AT: the expected end of its batches; NEXT: 1 if it has a next batch;
 #               BEGAN: the start of its batch; SLOWNESS: as TYPICAL, of each; means in `PARTS` of SLOWNESS (USUAL) and
 #               of observed batch times (MEAN), both for virtual devices; STEADY: batches since one that took far

@@ -1,4 +1,4 @@
-"""Operations of policies on a pool: enqueue, drop and run requests. Each writes the decisions for the driver."""
+"""Operations of policies on a pool: enqueue, drop and run requests, with decisions for the driver; a heap of items."""
 
 from __future__ import annotations
 
@@ -49,12 +49,6 @@ from meshwright.serving.policies.pool import (
     Ints,
 )
 
-# A heap of numbered items by key, in which an item can be moved and taken out.
-#
-# It is three columns of one int64 array. Cell ``heap`` gives the start of the items' keys, ``heap + 1`` that of their
-# order (the number of items, then the items), and ``heap + 2`` that of each item's place in that order (-1: not in it).
-# Equal keys are ordered by number, so that the order does not depend on the history.
-
 
 @compiled
 def cells_of_heap(size: int) -> int:
@@ -62,6 +56,10 @@ def cells_of_heap(size: int) -> int:
     return 3 + 3 * size + 1
 
 
+# Items are numbered; each can be moved and taken out. A heap is three columns of one int64 array. Cell ``heap`` gives
+# the start of the items' keys, ``heap + 1`` that of their order (the number of items, then the items), and ``heap + 2``
+# that of each item's place in that order (-1: not in it). Equal keys are ordered by number, so that the order does not
+# depend on the history.
 @compiled
 def lay_heap(array: Ints, at: int, size: int) -> None:
     """Lay out an empty heap at cell ``at``, for items from 0 to ``size`` - 1; ``at`` identifies it."""
@@ -336,7 +334,7 @@ def displace(pool: Ints, now: int, queue: int, request: int, reason: int) -> boo
 
 @compiled
 def refuse(pool: Ints, now: int, queue: int, request: int, reason: int) -> None:
-    """Drop a request that is not in a queue."""
+    """Drop a request that has not been put into its queue."""
     chosen = choose(pool, 1)
     pool[pool[CHOSEN] + chosen] = request
     decide_to_drop(pool, now, queue, chosen, 1, reason)

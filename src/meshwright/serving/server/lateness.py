@@ -88,7 +88,10 @@ class Lateness:
         return min(self.begins.count, self.ends.count) >= _ENOUGH
 
     def known_better(self, deployment: Deployment, pool: Ints) -> Iterator[tuple[int, int]]:
-        """Yield the pool's numbers that the deployment leaves open and whose measured values differ, with these."""
+        """Yield (index in the pool, measured value) for each of delay, slack and guard whose value should change.
+
+        These are the ones that the deployment does not set and whose measured value differs from the pool's.
+        """
         for given, number, measured in (
             (deployment.delay, DELAY, self.delay_ns()),
             (deployment.slack, SLACK, self.slack_ns()),

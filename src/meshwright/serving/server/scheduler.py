@@ -216,7 +216,7 @@ class Scheduler:
     # --- connections ---------------------------------------------------------------------------
 
     def _greet(self, channel: MessageChannel, content: dict[str, Any], now: int) -> None:
-        """Handle the first message of a new connection, which says whether it is a frontend or a worker."""
+        """Handle the first message of a new connection, which identifies it as a frontend or a worker."""
         if "front" in content:
             self._connections += 1
             front = FrontendPeer(channel, self._connections)

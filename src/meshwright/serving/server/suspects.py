@@ -47,7 +47,7 @@ class Suspects:
                 yield batch.model, batch.requests[:0], batch.requests
 
     def clear(self, requests: Ints) -> None:
-        """Acquit requests that are answered."""
+        """Remove answered requests from the suspects."""
         if self._requests:
             self._requests.difference_update(requests.tolist())
 

@@ -1,4 +1,4 @@
-"""Goodput: the highest rates at which a policy answers a given share of the requests in time.
+"""Goodput (`find_goodput`): the highest rates at which a policy answers a given share of requests in time; its bound.
 
 `compare_policies` gives each policy's **regret**: its shortfall in answers in time against the best other policy.
 """
@@ -17,16 +17,13 @@ from meshwright.serving.simulation.fleet_series import refuse_scaling
 from meshwright.serving.simulation.simulate_serving import ServingResult, simulate_deployment
 from meshwright.spec import Deployment, ServingError
 
-# The highest multiple of a deployment's rates that its devices can serve, by the equations of batching.
-#
-# The rates are those of the counted time of a simulation (`counted`). Queries divide their time according to their
-# rates: with the split for one scale, the equations allow another scale, for which its own split is at least as good.
-# This is repeated until the bound no longer changes.
-
 _MOST_SPLITS = 20
 _SAME = 1e-6
 
 
+# By the equations of batching. The rates are those of the counted time of a simulation (`counted`). Queries divide
+# their time according to their rates: with the split for one scale, the equations allow another scale, for which its
+# own split is at least as good. This is repeated until the bound no longer changes.
 def scale_bound(
     deployment: Deployment,
     seconds: float,
@@ -35,7 +32,7 @@ def scale_bound(
     warm_up_s: float = 0.0,
     equation: Equation = "staggered",
 ) -> float | None:
-    """Return the highest multiple of all rates of a simulation at a scale; None if no requests arrive in it."""
+    """Return the highest multiple of all rates that the devices can serve; None if no requests arrive."""
     split, bound = scale, 0.0
     for _ in range(_MOST_SPLITS):
         models = expand_deployment(deployment, split).models

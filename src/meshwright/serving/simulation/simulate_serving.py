@@ -1,4 +1,4 @@
-"""Simulate a deployment under a policy: requests in time, latencies and use of devices."""
+"""Simulate a deployment under a policy (`simulate_deployment`): requests in time, latencies, use of devices; groups."""
 
 from __future__ import annotations
 
@@ -39,12 +39,6 @@ from meshwright.serving.simulation.weights import NO_WEIGHTS, find_weights
 from meshwright.spec import Deployment, Gamma, Group, Outage, ServingError, Straggler, Trace
 from meshwright.spec.deployment import Trouble
 
-# Groups of devices as independent pools: which requests go to which group.
-#
-# Each request for a model goes to one of the groups that hold it, at random by their weights, before the simulation
-# starts: the split of a load balancer that does not know the groups' queues. One that knew them would lose fewer
-# requests. Requests for a model that no group holds are not sent to any.
-
 # Keeps this generator distinct from those of arrivals (`serving.arrivals`), whose seeds also start with the seed.
 _DEALING = 2**32
 
@@ -65,6 +59,9 @@ class SubDeployment:
     seed: int
 
 
+# Groups of devices are independent pools. Each request for a model goes to one of the groups that hold it, at random by
+# their weights, before the simulation starts: the split of a load balancer that does not know the groups' queues. One
+# that knew them would lose fewer requests. Requests for a model that no group holds are not sent to any.
 def split_groups(deployment: Deployment, whose: NDArray[np.int32], seed: int) -> Iterator[SubDeployment]:
     """Yield the groups with their requests; ``whose`` is the model of each request, with an index for each copy."""
     copies = np.array([model.copies for model in deployment.models])

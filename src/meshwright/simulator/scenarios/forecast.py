@@ -54,7 +54,7 @@ StepAt = Callable[[float], float]
 
 
 def is_about_runs(scenario: Scenario) -> bool:
-    """Whether a scenario has effects on long runs."""
+    """Return whether a scenario has effects on long runs."""
     slow = scenario.effects_of(SlowDevice)
     return bool(scenario.effects_of(Failures, LostDevice, Checkpoints)) or any(
         effect.since or effect.until is not None for effect in slow

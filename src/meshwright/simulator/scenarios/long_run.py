@@ -1,11 +1,11 @@
-"""A long run: a number of steps, saved at intervals, with failures, and with times in which steps are slower or stop.
+"""A long run (`follow_run`): steps, saves, failures and stops; its failures, jitter and step times in a scenario.
 
 The run is followed from event to event: a save that is due, a failure, a change of the machines. Between failures all
 whole intervals are advanced at once, so the cost for a run of months depends only on its failures. Work since the last
-complete save is lost at a failure, and when devices are lost; then follow detection, repair and restart, and a
-failure meanwhile restarts these. A run that waits for devices restarts when they are back and everything that failed
-meanwhile is repaired. Their return is planned: unsaved work is saved first, and there is no detection. The last
-interval is not saved.
+complete save is lost at a failure, and when devices are lost; then follow detection, repair and restart, and a failure
+meanwhile restarts these. A run that waits for devices restarts when they are back and everything that failed meanwhile
+is repaired. Their return is planned: unsaved work is saved first, and there is no detection. The last interval is not
+saved.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ from meshwright.spec.scenario import Failures, Jitter, Scenario
 from meshwright.spec.units import MOST_PICOSECONDS, PICOSECONDS_PER_SECOND
 from meshwright.spec.used_devices import used_of
 
-# Times of failures, in order, each with its repair time.
-#
-# The failures of n equal parts, each at random with a mean of m seconds, are at random with a mean of m / n in total.
-# Under Weibull's law with another shape each part has its own clock, which restarts at every failure of the part.
-
 
 class Failure(NamedTuple):
     """The time of a failure in seconds of the run, and the seconds until it is repaired."""
@@ -49,6 +44,8 @@ class Failure(NamedTuple):
     repair_s: float
 
 
+# The failures of n equal parts, each at random with a mean of m seconds, are at random with a mean of m / n in total.
+# Under Weibull's law with another shape each part has its own clock, which restarts at every failure of the part.
 def failures_of(scenario: Scenario, num_devices: int, num_nodes: int, seed: int) -> Iterator[Failure]:
     """Yield all failures of a run on the given numbers of devices and nodes, in order; usually without end."""
     streams = []
@@ -89,7 +86,7 @@ def effective_repair(scenario: Scenario, num_devices: int, num_nodes: int) -> fl
 
 
 def are_at_random(scenario: Scenario) -> bool:
-    """Whether failures are memoryless, so that closed forms hold."""
+    """Return whether failures are memoryless, so that closed forms hold."""
     return all(effect.mttf is not None and effect.shape == 1 for effect in scenario.effects_of(Failures))
 
 
@@ -114,7 +111,19 @@ def _moments(effect: Failures, count: int, random: np.random.Generator) -> Itera
         heapq.heapreplace(clocks, clocks[0] + scale * float(random.weibull(effect.shape)))
 
 
-# Jitter: random factors on the times of instructions, drawn by what an instruction is, not by order of evaluation.
+Floats = NDArray[np.float64]
+_COMPUTED = np.array([*COMPUTATIONS, *UPDATES, *STASHING])
+
+
+def has_jitter(scenario: Scenario) -> bool:
+    """Return whether the scenario makes the time of a step random."""
+    return any(
+        effect.spread or (effect.straggler_probability and effect.straggler_factor != 1)
+        for effect in scenario.effects_of(Jitter)
+    )
+
+
+# Factors are drawn by what an instruction is, not by order of evaluation:
 #
 #     factor of an instruction = exp(spread · z) · (straggler factor, with its probability)
 #
@@ -124,19 +133,6 @@ def _moments(effect: Failures, count: int, random: np.random.Generator) -> Itera
 # rank, because all members take the same time. Receives take no time themselves. The hash is SplitMix64's finaliser
 # (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014); normal numbers are Box and
 # Muller's.
-
-Floats = NDArray[np.float64]
-_COMPUTED = np.array([*COMPUTATIONS, *UPDATES, *STASHING])
-
-
-def has_jitter(scenario: Scenario) -> bool:
-    """Whether the scenario makes the time of a step random."""
-    return any(
-        effect.spread or (effect.straggler_probability and effect.straggler_factor != 1)
-        for effect in scenario.effects_of(Jitter)
-    )
-
-
 def with_jitter(
     program: Program, unrolled: Unrolled, scenario: Scenario, cluster: Cluster, seed: int, width: int = 1
 ) -> Unrolled:
@@ -231,12 +227,6 @@ def _share_in_collectives(network: Network, factor: Floats) -> None:
     factor[members] = factor[members[first]][inverse]
 
 
-# Step times under jitter: many consecutive steps, for several seeds.
-#
-# Step k lasts from the end of step k - 1 to its own end. The steps in which a pipeline fills, and the last step of an
-# asynchronous schedule, which drains, are not counted. Jitter makes otherwise identical replicas differ, so all ranks
-# are simulated.
-
 NUM_STEPS, NUM_SEEDS = 100, 5
 # Fewer steps give no 95th percentile.
 LEAST_STEPS = 5
@@ -264,6 +254,9 @@ class StepTimes:
         }
 
 
+# Many consecutive steps are timed, for several seeds. Step k lasts from the end of step k - 1 to its own end. The steps
+# in which a pipeline fills, and the last step of an asynchronous schedule, which drains, are not counted. Jitter makes
+# otherwise identical replicas differ, so all ranks are simulated.
 class JitteredSteps:
     """A plan whose steps are simulated with random times, one seed after the other. Raises as `simulate_plan`."""
 

@@ -1,4 +1,4 @@
-"""The outcome of a plan in a scenario: one row of figures."""
+"""The outcome of a plan in a scenario (`simulate_scenario`), one row of figures; its price (`bill`); grids of cases."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Cluster, Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError, suggest
 from meshwright.spec.scenario import Price, Scenario
 
-# The price of a plan: money per hour of the devices and nodes that it uses, per step, per sample, and per run.
-#
-# The last price given for a kind of device holds, and likewise for nodes; both are added. A run is paid for its whole
-# time, including all losses.
-
 _SECONDS_PER_HOUR = 3600.0
 
 
+# The last price given for a kind of device holds, and likewise for nodes; both are added. A run is paid for its whole
+# time, including all losses.
 def price_per_hour(
     num_devices: int, cluster: Cluster, scenario: Scenario, idle: Collection[int] = ()
 ) -> tuple[float, str] | None:
@@ -192,11 +189,6 @@ def simulate_scenario(
     return ScenarioOutcome(simulation=result, steps=steps, run=run, price=price)
 
 
-# A grid of cases: every combination of the values of some parameters of plan and scenario, all simulated.
-#
-# `parameters` describes the parameters and values. A case that cannot be simulated has an error in place of figures.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
     """One case per row: the values of the parameters, then the figures, or the error, of its simulation."""
@@ -212,6 +204,7 @@ class Sweep:
         return tuple(sorted(names, key=lambda name: name == "error"))
 
 
+# `parameters` describes the parameters and values.
 def sweep_cases(
     parameters: Sequence[Parameter],
     plan: Plan | Placement,

@@ -165,7 +165,7 @@ class PlannedStrategy(Strategy):
         """Do nothing: `prepare` moves this rank's part."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on rank 0, under the LightningModule's names; empty elsewhere."""
+        """Return the whole model's state on rank 0, under the LightningModule's names; empty elsewhere."""
         if self._planned is None:
             assert self.lightning_module is not None, "Lightning connects a module first"
             return self.lightning_module.state_dict()
@@ -184,7 +184,7 @@ class PlannedStrategy(Strategy):
         )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean, or the sum, of a tensor over all ranks."""
+        """Return the mean, or the sum, of a tensor over all ranks."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         found = tensor.detach().clone()
@@ -197,7 +197,7 @@ class PlannedStrategy(Strategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank ``src``."""
+        """Return the object of rank ``src``."""
         held = [obj]
         if dist.is_initialized():
             dist.broadcast_object_list(held, src)
@@ -209,13 +209,13 @@ class PlannedStrategy(Strategy):
         group: Any = None,
         sync_grads: bool = False,  # noqa: ARG002
     ) -> torch.Tensor:
-        """The tensors of all ranks, stacked."""
+        """Return the tensors of all ranks, stacked."""
         found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(found, tensor.contiguous(), group=group)
         return torch.stack(found)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, decide True."""
+        """Return whether all ranks, or any of them, decide True."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, bool(decision))
         return min(found) if all else max(found)

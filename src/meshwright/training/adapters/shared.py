@@ -20,7 +20,7 @@ class RefusedSetting(NamedTuple):
 
 
 def take_plan(plan: Plan | Placement | Path | str) -> Plan | Placement:
-    """The plan, read if it is a file. Raises PlanError unless each of its steps is a whole training step."""
+    """Return the plan, read if it is a file. Raises PlanError unless each of its steps is a whole training step."""
     found = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     if found.workload.kind == "inference":
         raise PlanError("A plan for inference was given; expected one for training. Plan without --inference.")
@@ -50,5 +50,5 @@ def refuse_overridden(what: str, kind: type, base: type, reasons: Mapping[str, s
 
 
 def microbatch_size(plan: Plan | Placement) -> int:
-    """Samples of a microbatch."""
+    """Return samples of a microbatch."""
     return plan.workload.global_batch // plan.num_microbatches

@@ -1,9 +1,9 @@
-"""The method: for each setting of a problem, place ops by the integer program, then stages on submeshes.
+"""Alpa's method (`alpa`), for each setting: place ops by the integer program, then stages on submeshes.
 
 Alpa's logical mesh of a submesh is dp x mp; a plan's is replicas x tensor. For every allowed tensor width and every
 microbatch size, the intra-operator pass places the ops of one team, with samples left to the replicas; if a plan can
 express the placements, they become one more sharding besides the given one. Placements that a plan cannot express are
-left out, as are those that need more than a device's memory.
+left out, as are those that need more than a device's memory. `cluster_layers` merges layers, `slice_stages` cuts them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ from meshwright.planner.space import Space
 from meshwright.spec import Cluster, MeshwrightError, Plan, PlanError, Sharding
 from meshwright.spec.schedules import BASIC_SCHEDULES
 
-# Operator clustering: merge many layers into few, so that stages have fewer possible cuts (Alpa, section 5.2).
-#
-# Layers are merged into l runs by dynamic programs over (layers, runs): first the smallest possible maximum of bytes
-# that enter a run; among those the least sum of these bytes, then the least variance of the runs' FLOPs. A run has at
-# most (1 + ε) times the mean FLOPs, or the FLOPs of the largest layer if that is more.
-
 # Alpa's own slack ε of a layer's FLOPs, its option `layer_construct_eps`.
 SLACK = 0.6
 
 
+# Operator clustering merges many layers into few, so that stages have fewer possible cuts (Alpa, section 5.2). Layers
+# are merged into l runs by dynamic programs over (layers, runs): first the smallest possible maximum of bytes that
+# enter a run; among those the least sum of these bytes, then the least variance of the runs' FLOPs. A run has at most
+# (1 + ε) times the mean FLOPs, or the FLOPs of the largest layer if that is more.
 def cluster_layers(entering_bytes: Floats, flops: Floats, num_clusters: int, slack: float = SLACK) -> tuple[int, ...]:
     """Return the edges of the runs: 0, the start of each next run, and the number of layers.
 
@@ -100,18 +98,6 @@ def _least_sums(entering: Floats, flops: Floats, num_clusters: int, limit: float
     return starts
 
 
-# The inter-operator pass: group layers into stages, each on a submesh, within the memory of 1F1B (Alpa, section 5).
-#
-# A plan has one sharding for all stages. So the logical mesh of every submesh of q devices is q / t replicas of teams
-# of t devices (tensor-parallel groups), and the intra-operator pass has placed ops for teams of t. Submeshes are 1, 2,
-# 4, ... devices of a node, or whole nodes. The remaining problem is slicing with few numbers of replicas, which
-# `slicing` solves exactly, with all devices used and 1F1B's microbatches in flight and memory included. There are two
-# objectives, for M microbatches:
-#
-#     alpa      Σ t + (M / r - 1) max t     transfers between stages, gradient reduction and optimizer cost nothing
-#     estimated the closed form of `slicing`: with transfers over the slowest link into a stage, gradient reduction and
-#               optimizer
-
 Objective = Literal["alpa", "estimated"]
 # The most layers between whose boundaries stages are cut; more layers are merged first. The largest of Alpa's models
 # has this number of blocks.
@@ -136,6 +122,15 @@ def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, 
     return tuple(sorted(size // width for size in sizes if size % width == 0 and size <= num_devices))
 
 
+# The inter-operator pass groups layers into stages, each on a submesh, within the memory of 1F1B (Alpa, section 5). A
+# plan has one sharding for all stages. So the logical mesh of every submesh of q devices is q / t replicas of teams of
+# t devices (tensor-parallel groups), and the intra-operator pass has placed ops for teams of t. The remaining problem
+# is slicing with few numbers of replicas, which `slicing` solves exactly, with all devices used and 1F1B's microbatches
+# in flight and memory included. There are two objectives, for M microbatches:
+#
+#     alpa      Σ t + (M / r - 1) max t     transfers between stages, gradient reduction and optimizer cost nothing
+#     estimated the closed form of `slicing`: with transfers over the slowest link into a stage, gradient reduction and
+#               optimizer
 def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: Objective) -> Staged | None:
     """Return the best stages of a space's layers on submeshes; None if no stages fit."""
     width = space.setting.sharding.width

@@ -1,4 +1,4 @@
-"""The intra-operator pass: split every op and tensor of a graph over a logical mesh.
+"""The intra-operator pass (`place_ops`): split every op and tensor of a graph over a mesh; its result (`Placements`).
 
     fold             one block of a stack of equal blocks stands for all                  (`op_groups`)
     find_groups      which op follows which, and the splits of each root per axis             (`op_groups`)
@@ -30,8 +30,6 @@ from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Extent, Graph, PlanError, Replicate, Shard, Workload
 from meshwright.spec.sharding import Layout
 
-# The result of the intra-operator pass: the layout of every op and tensor of a graph on both axes of a mesh.
-
 # Printed words for the split of an op on one axis.
 _WORDS = {
     "samples": "over samples",
@@ -44,7 +42,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placements:
-    """Placements of a graph on a mesh of ``shape`` devices.
+    """Placements of a graph on a mesh of ``shape`` devices: the layout of every op and tensor on both axes.
 
     ``layouts`` are those of each tensor on both axes; tensors that every rank makes or loads in any layout count as
     whole. ``splits`` are those of each op, as the table of placements names them for ``batch_size`` samples at once;

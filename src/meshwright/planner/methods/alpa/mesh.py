@@ -1,4 +1,4 @@
-"""Logical meshes: n x m devices in two axes, and the costs of collectives along each axis.
+"""Logical meshes: n x m devices in two axes, the costs of collectives along each axis, and those of conversions.
 
 By Alpa's closed forms (Zheng et al., OSDI 2022, and its `LogicalDeviceMesh`), for k devices, α seconds and β seconds
 per byte; its small constants, which only break ties, are left out:
@@ -111,16 +111,6 @@ def mesh_of_cluster(cost: CostModel, shape: tuple[int, int], first_rank: int = 0
     return LogicalMesh(shape=shape, costs=(outer, inner))
 
 
-# Costs of converting a tensor from its layout to the layout that a reader needs, for all pairs at once.
-#
-# On one axis the table of placements gives the collectives forward and for the gradient (`find_conversion`). Over two
-# axes a tensor is converted along one and then along the other, in the cheaper order: the second collective moves what
-# the first has left of the tensor,
-#
-#     R[h, w] = min( c₀(h₀ → w₀; N / |h₁|) + c₁(h₁ → w₁; N / |w₀|),  the same with the axes swapped )
-#
-# with N the bytes of the tensor and |l| the number of ranks over which a layout splits it, 1 if it is whole or a sum.
-
 Integers = NDArray[np.int64]
 
 
@@ -135,6 +125,13 @@ class Have(NamedTuple):
     sums: bool = False
 
 
+# A tensor is converted from its layout to the layout that a reader needs. On one axis the table of placements gives the
+# collectives forward and for the gradient (`find_conversion`). Over two axes a tensor is converted along one and then
+# along the other, in the cheaper order: the second collective moves what the first has left of the tensor,
+#
+#     R[h, w] = min( c₀(h₀ → w₀; N / |h₁|) + c₁(h₁ → w₁; N / |w₀|),  the same with the axes swapped )
+#
+# with N the bytes of the tensor and |l| the number of ranks over which a layout splits it, 1 if it is whole or a sum.
 class ConversionCosts:
     """Seconds of collectives along the axes of a mesh, each computed once."""
 

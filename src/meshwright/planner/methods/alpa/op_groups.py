@@ -1,4 +1,4 @@
-"""Groups: ops that are split together, and their possible splits, from the table of placements.
+"""Groups of ops that are split together, and their possible splits (`find_groups`); repeated blocks (`fold`).
 
 A **root** chooses: products, attention, losses, and ops without an operand to follow. Every other op follows its
 deepest operand (the one at the end of the longest chain of ops): it is split like that operand, or stays whole if it
@@ -27,9 +27,12 @@ from meshwright.program.sharding.dims import OpDims, OpSplit, find_label, gradie
 from meshwright.program.sharding.propagate import Place
 from meshwright.spec import Graph
 
-# Repeated blocks: which ops of a graph stand for others, so that a stack of equal layers is placed as one.
-#
-# A **run** is a number of copies of the same layers, one after the other, in which one can stand for another:
+# (op, position among its inputs)
+Slot = tuple[int, int]
+
+
+# A stack of equal layers is placed as one. A **run** is a number of copies of the same layers, one after the other, in
+# which one can stand for another:
 #
 # - ops at one position of all copies have one cost class: equal kinds, attributes, shapes and roles;
 # - every copy reads, position for position, either its own tensors, those of the copy before (**carried**; the first
@@ -41,11 +44,6 @@ from meshwright.spec import Graph
 # and at the ends once. So the border is periodic: the outputs of a block are converted to the layout that the next one,
 # laid out the same, reads. The only assumption is that layouts do not alternate from block to block: such an optimum
 # would be missed.
-
-# (op, position among its inputs)
-Slot = tuple[int, int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedRun:
     """``count`` copies of ``length`` ops, starting with op ``start``."""

@@ -1,10 +1,10 @@
-"""The method: options (setting, microbatch size, schedule, number of stages) are sampled, each descended in turn.
+"""The differentiable method: options (setting, microbatch size, schedule, number of stages) are sampled and descended.
 
 The choice among shardings, sizes, schedules and numbers of stages is itself a softmax, over the best seconds that each
 option has shown: options are drawn by Gumbel noise on it (so without replacement at first), which cools down. A draw
-starts at random, descends, is rounded and repaired. If it is better than the option's best, it is proposed; a result
-that needs more memory than the closed form estimated lowers the memory of the option, and its seconds correct the
-estimate.
+starts at random (`start_logits`), descends (`descend_logits`), is rounded and repaired (`round_logits`). If it is
+better than the option's best, it is proposed; a result that needs more memory than the closed form estimated lowers the
+memory of the option, and its seconds correct the estimate.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from meshwright.planner.search_method import Proposal, SearchState, Steps
 from meshwright.planner.space import Space
 from meshwright.spec import Plan, StagePlan
 from meshwright.spec.schedules import BASIC_SCHEDULES
-
-# Descend one option: start, gradients, rounding, repair.
 
 NUM_STEPS, RATE, LOOK = 30, 0.2, 5
 # Temperatures of shares and of maxima, and the penalty for missing memory relative to a mean step.

@@ -1,4 +1,4 @@
-"""Stages, replicas and devices as shares: a smooth step time with a penalty for memory, and its gradient.
+"""Stages, replicas and devices as shares (`Smooth`): a smooth step time with a memory penalty; its gradient; descent.
 
 Boundary s is a distribution p_s over the layers' edges, rank d belongs to stage s with share X_ds (softmax of the
 logits over stages). Tables are bilinear in the boundaries around a stage, extended with the opposite sign to ends
@@ -33,11 +33,9 @@ from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem, m
 from meshwright.planner.rank_layouts import Layout, find_places
 from meshwright.planner.space import Space
 
-# Make the arrays of `stage_arrays` for one setting, microbatch size and schedule of a problem.
-
 
 def make_stages(space: Space, microbatch_size: int, schedule: str) -> StageSpace:
-    """Return the arrays of one setting, microbatch size and schedule."""
+    """Return the arrays of `stage_arrays` for one setting, microbatch size and schedule of a problem."""
     tables, num_ranks = space.tables(microbatch_size), space.num_ranks
     shape = len(tables.graph.layers), len(tables.graph.layers) + 1
     places = find_places(
@@ -134,17 +132,14 @@ def _weigh(problem: SlicingProblem, most: int) -> Floats:
     return table
 
 
-# Gradient descent: Adam on one array, which passes the progress of annealing to the function.
-#
-# Source: Kingma and Ba, "Adam" (ICLR 2015), algorithm 1, with its constants except the rate.
-
 _FIRST, _SECOND, _TINY = 0.9, 0.999, 1e-8
 
 
+# Adam on one array. Source: Kingma and Ba, "Adam" (ICLR 2015), algorithm 1, with its constants except the rate.
 def descend(gradient_at: Callable[[Floats, float], Floats], start: Floats, num_steps: int, rate: float) -> Floats:
-    """Return the point after ``num_steps`` steps from ``start``.
+    """Return the point after ``num_steps`` steps of gradient descent from ``start``.
 
-    ``gradient_at(point, progress)`` returns the gradient, with progress from 0 to 1.
+    ``gradient_at(point, progress)`` returns the gradient; progress from 0 to 1 is that of annealing.
     """
     point, mean, square = start.copy(), np.zeros_like(start), np.zeros_like(start)
     for step in range(num_steps):

@@ -23,7 +23,7 @@ def repair_layout(space: StageSpace, edges: Integers, stage_of: Integers) -> tup
 
 
 def round_edges(edges: Floats | Integers, num_layers: int) -> Integers:
-    """The nearest whole edges that ascend from 0 to L and leave no stage empty."""
+    """Return the nearest whole edges that ascend from 0 to L and leave no stage empty."""
     num_stages = len(edges) - 1
     stage = np.arange(num_stages + 1)
     rounded = np.rint(np.asarray(edges, np.float64)).astype(np.int64) - stage

@@ -1,14 +1,15 @@
-"""One Markov chain over strategies: propose, simulate, accept by Metropolis' rule. Compiled.
+"""A Markov chain over strategies (`walk`): propose, simulate, accept by Metropolis' rule. Compiled.
 
 A proposal takes a layer at random and gives it
 
-    with 1/2   a random candidate, on a run of neighbouring devices from a random one on (the original's device maps)
+    with 1/2   a random candidate, on a run of neighbouring devices from a random one on (the device maps of FlexFlow's
+               own code)
     with 1/4   a random candidate, on any distinct devices in any order (the paper's)
     with 1/4   the degrees and devices of a layer that it shares an edge with, if it can be split so
 
-and is drawn anew where that is what the layer has already: such a proposal changes nothing and is not counted. It is
-accepted if the step becomes no longer, else with probability exp(-beta (new - old)). The number that decides is drawn
-first: with ``cut``, the simulation ends as soon as it is certain that the proposal is refused.
+and is drawn anew if the layer has this configuration already: such a proposal changes nothing and is not counted. It is
+accepted if the step does not become longer; otherwise with probability exp(-beta (new - old)). The random number that
+decides is drawn first: with ``cut``, the simulation ends as soon as it is certain that the proposal is rejected.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ SIMULATED, ACCEPTED, WORSE, WORSE_ACCEPTED, CUT = range(5)
 
 
 class Chain(NamedTuple):
-    """A chain: where it is, the best it has seen (``candidates`` (n,), ``devices`` (n, P)), and counts.
+    """A chain: its current strategy, the best one so far (``candidates`` (n,), ``devices`` (n, P)), and counts.
 
-    ``step_ps`` (2,): of where it is, and of the best. ``layer`` (1,) and ``devices_of`` (2, P) are room to work in:
-    devices of a layer now, and of a proposal.
+    ``step_ps`` (2,): step times of the current strategy and of the best. ``layer`` (1,) and ``devices_of`` (2, P) are
+    scratch space: devices of a layer now, and of a proposal.
     """
 
     strategy: Strategy
@@ -54,7 +55,7 @@ class Chain(NamedTuple):
 
 @compiled
 def start(soap: Soap, chain: Chain, candidates: Integers, devices: Integers) -> None:
-    """Begin at a strategy, which is the best so far; all counts go on."""
+    """Begin at a strategy, which becomes the best so far; counts continue."""
     configure_all(soap, chain.strategy, candidates, devices)
     chain.step_ps[:] = simulate_all(soap, chain.strategy, chain.schedule)
     chain.candidates[:] = candidates
@@ -63,7 +64,7 @@ def start(soap: Soap, chain: Chain, candidates: Integers, devices: Integers) -> 
 
 @compiled
 def reset(soap: Soap, chain: Chain) -> None:
-    """Go back to the best."""
+    """Set the chain back to its best strategy."""
     configure_all(soap, chain.strategy, chain.candidates, chain.devices)
     chain.step_ps[0] = simulate_all(soap, chain.strategy, chain.schedule)
 
@@ -109,9 +110,11 @@ def walk(
 def propose(
     soap: Soap, strategy: Strategy, random: np.random.Generator, layer: Integers, now: Integers, new: Integers
 ) -> int:
-    """Draw a layer and another configuration of it: its candidate, and devices into ``new``; those it has into ``now``.
+    """Draw a layer and another configuration of it; return its candidate.
 
-    Returns -1 if a thousand draws find nothing else than what is there.
+    Its devices are written into ``new``, the present ones into ``now``.
+
+    Returns -1 if a thousand draws give only the present configuration.
     """
     num_layers = len(soap.trains)
     for _ in range(1000):
@@ -175,9 +178,9 @@ def _copy(soap: Soap, strategy: Strategy, random: np.random.Generator, layer: in
 
 @compiled
 def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps: NDArray[np.float64]) -> int:
-    """Simulate as many proposals as ``rises_ps`` has entries, accept none; write down by how much the longer ones rise.
+    """Simulate a proposal for each entry of ``rises_ps``, accept none; record the increases of those that are longer.
 
-    Returns how many are longer.
+    Returns the number of longer ones.
     """
     strategy, schedule, now, new, count = chain.strategy, chain.schedule, chain.devices_of[0], chain.devices_of[1], 0
     for _ in range(len(rises_ps)):
@@ -196,7 +199,7 @@ def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps
 
 
 def empty_chain(soap: Soap) -> Chain:
-    """Room for a chain that has not begun."""
+    """Return a chain without a strategy, with room for one."""
     num_layers, width = len(soap.trains), 1 << soap.shift
     return Chain(
         strategy=empty_strategy(soap),

@@ -122,7 +122,7 @@ def _begin(soap: Soap, strategy: Strategy, schedule: Schedule) -> int:
 
 @compiled
 def finish(soap: Soap, strategy: Strategy, schedule: Schedule, last_ps: int) -> int:
-    """The step time, when all passes, transfers and syncs that do not wait for a barrier end at ``last_ps``."""
+    """Return the step time, when all passes, transfers and syncs that do not wait for a barrier end at ``last_ps``."""
     end = last_ps
     first_sync = (2 * len(soap.trains) << soap.shift) + (2 * len(soap.source) << (2 * soap.shift))
     if soap.barrier:
@@ -137,7 +137,7 @@ def finish(soap: Soap, strategy: Strategy, schedule: Schedule, last_ps: int) -> 
 
 @compiled
 def fixed_end(soap: Soap, strategy: Strategy) -> int:
-    """What follows the last end: the longest optimizer step, and the penalty."""
+    """Return what follows the last end: the longest optimizer step, and the penalty."""
     longest, beyond = 0, 0
     for device in range(len(soap.kind)):
         longest = max(longest, strategy.update_ps[device])
@@ -147,7 +147,10 @@ def fixed_end(soap: Soap, strategy: Strategy) -> int:
 
 @compiled
 def shortest_tails(soap: Soap) -> Integers:
-    """What must follow a pass of each layer, forwards and then backwards, at the least, in any strategy, (2 n,) ps."""
+    """Return a lower bound of the ps that follow a pass of each layer, in any strategy, shape (2 n,).
+
+    Forwards come first, then backwards.
+    """
     num_layers = len(soap.trains)
     least, tails = np.zeros((2, num_layers), np.int64), np.zeros(2 * num_layers, np.int64)
     for layer in range(num_layers):

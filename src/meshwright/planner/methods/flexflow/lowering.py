@@ -82,7 +82,7 @@ def part_name(layer: int, part: int) -> str:
 
 
 def split_graph(graph: Graph, batch_size: int, degrees: Sequence[Sequence[int]]) -> SplitGraph:
-    """The parts of a graph for one batch; ``degrees`` has a row for each layer, one for each of its dims.
+    """Return the parts of a graph for one batch; ``degrees`` has a row for each layer, one for each of its dims.
 
     Raises PlanError for degrees of another graph.
     """
@@ -278,7 +278,7 @@ class _Writer:
 
 
 def blocks_of(makes: Read, batch_size: int, graph: Graph) -> tuple[range, ...]:
-    """The places of a part of a tensor, along each dim."""
+    """Return the places of a part of a tensor, along each dim."""
     found = [range(extent.at(batch_size)) for extent in graph.tensors[makes.tensor].shape]
     for cut in makes.cuts:
         share = len(found[cut.dim]) // cut.degree

@@ -137,14 +137,14 @@ class Schedule(NamedTuple):
 
 
 def num_tasks(soap: Soap) -> int:
-    """Numbers of tasks that there may be."""
+    """Return the largest possible number of tasks."""
     width = 1 << soap.shift
     num_layers, num_edges = len(soap.trains), len(soap.source)
     return width * (2 * num_layers + 2 * num_edges * width + len(soap.weight_layer))
 
 
 def empty_strategy(soap: Soap) -> Strategy:
-    """A strategy that has no configuration yet (candidate -1)."""
+    """Return a strategy that has no configuration yet (candidate -1)."""
     width = 1 << soap.shift
     num_layers, num_weights = len(soap.trains), len(soap.weight_layer)
     task, pool = _empty_tasks(soap)

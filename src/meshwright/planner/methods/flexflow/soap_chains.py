@@ -1,10 +1,10 @@
-"""Search the SOAP space by Markov chains: several starts, one temperature rule, back to the best now and then.
+"""Search the SOAP space by Markov chains (`search_soap`): several starts, one temperature rule, returns to the best.
 
-Each chain has an equal part of the budget. Half of it goes to the starts (`starts`), in turn, each with a temperature
-of its own (`temperature`); half to going on from the best of them. After every hundredth of the budget, 1 to 1,000
-proposals, a chain goes back to the best strategy since its start, as FlexFlow's does. Chains run side by side on the
-cores of the machine, each with random numbers of its own, and know nothing of each other; so the same seed and number
-of proposals give the same answer on any machine. With a time instead, they do as much as they can.
+Each chain has an equal part of the budget. Half of it goes to the starts (`STARTS`), in turn, each with a temperature
+of its own (`temperature`); the other half continues from the best of them. After every hundredth of the budget, 1 to
+1,000 proposals, a chain returns to the best strategy since its start, as FlexFlow's does. Chains run in parallel on the
+cores of the machine, each with random numbers of its own and independent of the others; so the same seed and number of
+proposals give the same result on any machine. With a time limit instead, they simulate as many proposals as they can.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ if TYPE_CHECKING:
     from meshwright.planner.methods.flexflow.soap_spaces import SoapSpace
 
 
-# Strategies that chains begin with: data parallelism, Krizhevsky's split, layers one after the other, and any.
-
 # Candidates (n,) and devices (n, P).
 StrategyArrays = tuple["Integers", "Integers"]
 
 
 def data_parallel(space: SoapSpace, random: np.random.Generator | None = None) -> StrategyArrays:  # noqa: ARG001
-    """Every layer in as many parts of the samples as it can be, on all devices."""
+    """Return the strategy that splits every layer into as many parts of the samples as possible, on all devices."""
     return _by(space, lambda layer: _most(space, layer, "sample"))
 
 
 def experts(space: SoapSpace, random: np.random.Generator | None = None) -> StrategyArrays:  # noqa: ARG001
-    """Layers with more parameters than activations are split along those, others along samples (Krizhevsky 2014)."""
+    """Return the strategy that splits layers with more parameters than activations along those, others along samples.
+
+    Source: Krizhevsky 2014.
+    """
 
     def choose(layer: int) -> int:
         alone = space.soap.candidates[layer]
@@ -65,7 +66,7 @@ def experts(space: SoapSpace, random: np.random.Generator | None = None) -> Stra
 
 
 def one_after_another(space: SoapSpace, random: np.random.Generator | None = None) -> StrategyArrays:  # noqa: ARG001
-    """Whole layers on one device each, runs of about the same time on every device."""
+    """Return whole layers on one device each, runs of about the same time on every device."""
     soap = space.soap
     alone = soap.candidates[:-1]
     spent = np.cumsum(soap.pass_ps[alone, soap.kind[0]].sum(axis=1))
@@ -75,7 +76,7 @@ def one_after_another(space: SoapSpace, random: np.random.Generator | None = Non
 
 
 def anything(space: SoapSpace, random: np.random.Generator) -> StrategyArrays:
-    """A random candidate of every layer, on distinct random devices."""
+    """Return a random candidate of every layer, on distinct random devices."""
     soap = space.soap
     candidates = random.integers(soap.candidates[:-1], soap.candidates[1:])
     devices = np.zeros((len(candidates), 1 << soap.shift), np.int64)
@@ -85,6 +86,7 @@ def anything(space: SoapSpace, random: np.random.Generator) -> StrategyArrays:
     return candidates, devices
 
 
+# Strategies with which chains begin: data parallelism, Krizhevsky's split, layers one after the other, and random ones.
 STARTS: dict[str, Callable[[SoapSpace, np.random.Generator], StrategyArrays]] = {
     "data parallel": data_parallel,
     "experts": experts,

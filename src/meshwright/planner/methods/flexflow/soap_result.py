@@ -110,7 +110,7 @@ class SoapResult:
         )
 
     def document(self) -> dict[str, Any]:
-        """The strategy as plain data; `read_strategy` reads it."""
+        """Return the strategy as plain data; `read_strategy` reads it."""
         return {
             "schema": SCHEMA,
             "graph_hash": self.space.graph.content_hash,

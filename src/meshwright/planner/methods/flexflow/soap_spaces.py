@@ -1,4 +1,7 @@
-"""The SOAP space of a graph on a cluster: layers, what can be split of them, and the arrays that are searched."""
+"""The SOAP space of a graph on a cluster (`soap_space`): layers, their possible splits and times, and the machine.
+
+`assemble` makes the arrays that are searched, `make_tables` the times of parts, `make_machine` devices and links.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,6 @@ if TYPE_CHECKING:
     from meshwright.planner.methods.flexflow.layers import SoapDim, SoapLayer
     from meshwright.planner.methods.flexflow.soap_arrays import Floats, Integers
     from meshwright.spec import Cluster, DeviceKind, Workload
-
-
-# From layers, edges and weights, one by one, to the arrays of a SOAP problem.
 
 
 class LayerTable(NamedTuple):
@@ -81,7 +81,10 @@ def assemble(
     barrier: bool = False,
     penalty_ps_per_byte: int = 0,
 ) -> Soap:
-    """The problem of these; edges go from earlier to later layers, weights are in the order of their layers."""
+    """Return the arrays of a SOAP problem, from its layers, edges and weights.
+
+    Edges go from earlier to later layers; weights are in the order of their layers.
+    """
     num_layers, rank = len(layers), max([len(edge.length) for edge in edges], default=1)
     num_dims = layers[0].degrees.shape[1]
     degrees = np.concatenate([layer.degrees for layer in layers])
@@ -148,13 +151,10 @@ def _by_layer(ends: Integers, num_layers: int) -> tuple[Integers, Integers]:
     return np.searchsorted(ends[edges], np.arange(num_layers + 1)).astype(np.int64), edges
 
 
-# What the parts of layers take: a graph of parts, one of every candidate of every distinct layer, estimated at once.
-#
-# A part is the layer's ops on its share of each tensor; what is not split stays whole. FLOPs are divided equally. The
-# cost model estimates these ops as those of any graph, so a part of an eighth of the rows costs what an op of that many
-# rows costs, not an eighth. Layers that differ in nothing but their names have the same parts.
-
-
+# A part is the layer's ops on its share of each tensor; what is not split stays whole. FLOPs are divided equally. One
+# graph contains a part of every candidate of every distinct layer. The cost model estimates its ops as those of any
+# graph, so a part of an eighth of the rows costs what an op of that many rows costs, not an eighth. Layers that differ
+# only in their names have the same parts.
 def make_tables(
     graph: Graph, layers: Sequence[SoapLayer], workload: Workload, cost: CostModel, most_parts: int
 ) -> list[LayerTable]:
@@ -191,7 +191,7 @@ def make_tables(
 
 
 def candidate_degrees(sizes: Sequence[int], most_parts: int, num_dims: int) -> Integers:
-    """All degrees that divide these sizes with a product of ``most_parts`` at most, shape (candidates, num_dims)."""
+    """Return all degrees that divide these sizes, product at most ``most_parts``, shape (candidates, num_dims)."""
     legal = [[degree for degree in range(1, most_parts + 1) if size % degree == 0] for size in sizes]
     rows = [row for row in product(*legal) if np.prod(row) <= most_parts]
     return np.array([row + (1,) * (num_dims - len(row)) for row in rows], np.int64).reshape(-1, num_dims)
@@ -229,7 +229,7 @@ def _held_bytes(parts: Graph, number: int, workload: Workload) -> int:
 
 
 class _Writer:
-    """Writes parts of layers down as ops of one graph, for a batch of the whole layer's size."""
+    """Adds parts of layers to one graph as ops, for a batch of the whole layer's size."""
 
     def __init__(self, graph: Graph, batch_size: int) -> None:
         self.graph, self.batch_size = graph, batch_size
@@ -326,17 +326,15 @@ class _Writer:
         )
 
 
-# The devices of a cluster as FlexFlow sees them: messages of latency + bytes / bandwidth, on links that they hold.
-#
-# Both figures are of the cost model's costs of two sends, a short and a long one; pairs of devices of the same kinds on
-# the same kinds of nodes cost the same. Links are those of the simulator's routes: one per direction between two
-# devices of a node, the NICs of both nodes, uplinks of racks.
-
 _SHORT, _LONG = 1024, 64 * 2**20
 
 
+# Devices as FlexFlow models them: messages take latency + bytes / bandwidth, and occupy their links. Both figures are
+# fitted to the cost model's costs of two sends, a short and a long one; pairs of devices of the same kinds on the same
+# kinds of nodes cost the same. Links are those of the simulator's routes: one per direction between two devices of a
+# node, the NICs of both nodes, uplinks of racks.
 def make_machine(cluster: Cluster, cost: CostModel, num_devices: int) -> SoapMachine:
-    """The first devices of a cluster."""
+    """Return the first devices of a cluster and the links between them."""
     columns = cluster.columns()
     latency = np.zeros((num_devices, num_devices), np.int64)
     per_byte = np.zeros((num_devices, num_devices))
@@ -377,7 +375,7 @@ _MOST_PAIRS = 2**25
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SoapSpace:
-    """Layers of a graph with their arrays; ``seconds`` of a strategy stand for one step over the global batch."""
+    """Layers of a graph with their arrays; ``seconds`` of a strategy are those of one step over the global batch."""
 
     graph: Graph
     cluster: Cluster
@@ -398,12 +396,12 @@ def soap_space(
     num_devices: int | None = None,
     can_run: bool = False,
 ) -> SoapSpace:
-    """The space of a graph's strategies; parts number up to the devices, or ``most_parts``.
+    """Return the space of a graph's strategies; layers have up to ``most_parts`` parts, by default as many as devices.
 
     ``num_devices``: only the first ones of the cluster. ``can_run``: only strategies that can be lowered to parts that
-    run (`layers`).
-    ``overlap``: whether gradients are summed while the backward goes on, or after all of it. Raises PlanError for a
-    graph without ops, one that holds its own backward, a batch that it does not describe, or tables beyond 2^25 pairs.
+    run (`layers`). ``overlap``: whether gradients are summed during the backward, or after all of it. Raises PlanError
+    for a graph without ops, one that holds its own backward, a batch that it does not describe, or tables beyond 2^25
+    pairs.
     """
     graph.check_batch_size(workload.global_batch)
     if any(op.phase == "backward" for op in graph.ops):

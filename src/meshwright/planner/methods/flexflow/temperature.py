@@ -1,14 +1,15 @@
-"""The temperature of a Markov chain, from the share of longer steps that it is to accept.
+"""The temperature of a Markov chain (`calibrate`, `adjust`), from the wanted share of longer steps that are accepted.
 
-FlexFlow fixes beta = 0.05 to 5 per ms whatever the step takes; that freezes a chain on a model of one second and lets
-one on a model of a millisecond run wild. Here proposals drawn at the start, all of them rejected, say by how much
-steps rise: d_1 .. d_k. Beta is where the rule accepts the wanted share of them,
+FlexFlow fixes beta at 0.05 to 5 per ms, however long a step takes. That freezes a chain on a model whose step takes a
+second, and makes it nearly random on one whose step takes a millisecond. Here proposals are drawn at the start, and all
+are rejected: their increases of the step time are d_1 .. d_k. Beta is the value at which the wanted share of them would
+be accepted,
 
     (1 / k) Σ exp(-beta d_i) = share
 
-a sum that falls with beta, so that halving finds it. Rises are smaller near a good strategy than far from it; so beta
-goes up by half after a round in which more than twice the share was accepted, down as much after one with less than
-half of it.
+The sum falls with beta, so it is solved by bisection. Near a good strategy increases are smaller than far from it. So
+beta is multiplied by 1.5 after a round that accepted more than twice the share, and divided by 1.5 after one that
+accepted less than half of it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Of the proposals that make a step longer. Far more, and chains drift away from what is good; far less, and they stay.
+# Share of the proposals with a longer step that are accepted. With far more, chains leave good strategies; with far
+# less, they do not move.
 SHARE = 0.02
 _STEP = 1.5
 
 
 def calibrate(rises: NDArray[np.float64], share: float = SHARE) -> float:
-    """Beta per unit of ``rises`` (shape (k,), positive); 0 without any."""
+    """Return beta per unit of ``rises`` (increases of the step, shape (k,), positive); 0 without any."""
     if not len(rises):
         return 0.0
     low, high = 0.0, 1.0 / float(rises.min())

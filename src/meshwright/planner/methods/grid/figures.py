@@ -1,7 +1,8 @@
-"""Seconds and bytes of every layer of a model under one sharding, found on its short graph (`short`).
+"""Seconds and bytes of every layer of a model under one sharding (`Figures`); memory needs of its backward (`Moments`).
 
-Layers are additive: a stage's seconds and bytes are the sums over its layers. Additional memory of a stage (transfers
-in flight, the peak within a computation) is left out, so that sums of bytes are lower bounds.
+They are found on the model's short graph (`short`). Layers are additive: a stage's seconds and bytes are the sums over
+its layers. Additional memory of a stage (transfers in flight, the peak within a computation) is left out, so that sums
+of bytes are lower bounds.
 """
 
 from __future__ import annotations
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from meshwright.spec import StageSlice, Workload
 
 
-# Memory needs of the backward of a single layer, found by a walk through the layer alone (`cost.memory.walk`).
-
-
 class Moment(NamedTuple):
     """Bytes that a layer's backward needs if it is a stage's last layer, without gradients of parameters.
 
@@ -52,10 +50,11 @@ class Moment(NamedTuple):
 
 
 class Moments:
-    """Moments of the layers of a graph, each computed once; ``graph_with`` returns the graph with some recompute words.
+    """Memory needs of the backwards of single layers, each found once by a walk through the layer alone.
 
-    ``stands_for`` has the layer of that graph for each layer of the model, shape (L,). ``activations_away``: what
-    layers keep is in host memory between forward and backward.
+    ``graph_with`` returns the graph with some recompute words. ``stands_for`` has the layer of that graph for each
+    layer of the model, shape (L,). ``activations_away``: what layers keep is in host memory between forward and
+    backward.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class Figures:
 
     @cached_property
     def goes_through_all(self) -> bool:
-        """Whether a step waits for a microbatch to pass all layers forward and backward (`bounds`)."""
+        """Return whether a step waits for a microbatch to pass all layers forward and backward (`bounds`)."""
         trained = any(
             self._local.tensors[i].requires_grad
             for op in self._local.ops[self._local.layers[0].start : self._local.layers[0].stop]

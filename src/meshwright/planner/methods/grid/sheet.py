@@ -1,4 +1,4 @@
-"""All uniform configurations of a problem with their bounds, a sheet for each sharding.
+"""All uniform configurations of a problem with their bounds (`bound_grid`), a sheet per sharding; memory bounds.
 
 Bounds come in two steps. First all configurations are bounded by computation only. Communication among replicas takes
 longer to estimate than everything else together; it is estimated when the lowest bound of all is on a sheet without it,
@@ -46,10 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# A sharper lower bound of a uniform configuration's memory, for configurations about to be simulated.
-#
-# It adds to the bound of `cover` what a backward needs at its start: the needs of the last layer of a position's last
-# stage, found by a walk through this layer alone. With f of n microbatches in flight, a rank needs at least
+# For configurations about to be simulated, this adds to the bound of `cover` what a backward needs at its start: the
+# needs of the last layer of a position's last stage, found by a walk through this layer alone. With f of n microbatches
+# in flight, a rank needs at least
 #
 #     static + f · kept + first(last layer)                 when the first backward of a step starts
 #     static + g · kept + gradients + later(last layer)     when a later one does; g is f, or n - 1 if f = n
@@ -58,10 +57,8 @@ if TYPE_CHECKING:
 # chunk has made its gradients. ZeRO 3 adds the parameters gathered then. If activations are in host memory between
 # passes, only those of a stage's last layer stay. With ZeRO 2 and 3, gradients are not added to wider ones, for which a
 # later backward would need a copy: the needs of the first one are used instead.
-
-
 def floor_bytes(figures: Figures, wanted: Configuration) -> float:
-    """Return the least bytes of the fullest rank; 0 if not modelled: inference, split backwards."""
+    """Return a lower bound of the fullest rank's bytes; 0 if not modelled: inference, split backwards."""
     flight = FLIGHTS[wanted.schedule]
     if figures.workload.kind != "training" or flight == SPLIT:
         return 0.0

@@ -1,7 +1,7 @@
-"""PipeDream's planner as a search method: its stages as plans, which the simulator estimates.
+"""PipeDream's planner as a search method (`pipedream`), and for profiles of layers (`plan_profile`).
 
-A plan's stages are ranges of a graph's layers, so only the graph's states along its order of layers are considered. For
-each microbatch size (PipeDream's minibatch), the dynamic program runs
+The simulator estimates its stages as plans. A plan's stages are ranges of a graph's layers, so only the graph's states
+along its order of layers are considered. For each microbatch size (PipeDream's minibatch), the dynamic program runs
 
     with machines on two levels, devices and nodes, and with all devices behind the slowest link
     with transfers that take their time, and with free transfers
@@ -48,13 +48,10 @@ from meshwright.spec import (
 )
 from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 
-# Orders of a profile's layers, for graphs with too many states, and the number of those states.
-#
-# An order passes through one state per layer. Few bytes are on the frontier if branches are finished one after the
-# other; so besides the order of the profile itself, one order continues with the layer that became ready last, and one
-# with the layer that leaves the least to keep.
 
-
+# For graphs with too many states. An order passes through one state per layer. Few bytes are on the frontier if
+# branches are finished one after the other. So besides the order of the profile itself, one order continues with the
+# layer that became ready last, and one with the layer that leaves the least to keep.
 def find_orders(profile: Profile) -> Iterator[list[int]]:
     """Yield orders in which each layer follows those that it reads; each starts with the first layer."""
     yield list(range(len(profile.names)))
@@ -112,8 +109,6 @@ def count_states(profile: Profile) -> int:
         counts = grown
     return sum(counts.values())
 
-
-# From a profile and levels of machines to PipeDream's plan, which explains what its optimizer prints.
 
 # With more states, some are taken from orders of the layers. Finding this number takes about 0.2 s.
 MAX_STATES = 20_000

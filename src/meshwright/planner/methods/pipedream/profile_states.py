@@ -1,8 +1,8 @@
-"""The input of PipeDream's planner: a graph of layers with seconds and bytes, of one minibatch on one machine.
+"""The input of PipeDream's planner: a graph of layers with seconds and bytes (`Profile`), and its states.
 
-A profile comes from a file of PipeDream's profiler (``graph.txt``) or from a captured graph and a cost model. In a
-file, inputs, whose time is that of loading data, and unread results of ``__getitem__`` are skipped, as in PipeDream's
-optimizer (`optimizer_graph_hierarchical.py`).
+Figures are those of one minibatch on one machine. A profile comes from a file of PipeDream's profiler (``graph.txt``)
+or from a captured graph and a cost model. In a file, inputs, whose time is that of loading data, and unread results of
+``__getitem__`` are skipped, as in PipeDream's optimizer (`optimizer_graph_hierarchical.py`).
 """
 
 from __future__ import annotations
@@ -157,29 +157,26 @@ def _numbered(order: Sequence[str], reads: Mapping[str, Iterable[str]]) -> tuple
     return tuple(tuple(sorted({place[writer] for writer in reads[name]})) for name in order)
 
 
-# Where a graph of layers can be cut: its states, which PipeDream names by their antichains.
-#
-# A **state** is a set of layers that contains, with each layer, everything that it reads. Its frontier is the set of
-# its layers that no other of its layers reads, an antichain; a stage is the difference of two nested states. Starting
-# with the first source alone, the next states of D are D with one more layer that reads one of D, and everything that
-# this layer needs. A state is inside another one exactly if such steps lead from it to the other.
-#
-#     T, A, P     seconds, activation and parameter bytes of the layers of a state; of a stage, differences of two
-#                 states
-#     a           bytes on the frontier: outputs of the antichain, and of each layer p such that some layer of the
-#                 antichain behind p is not behind all readers of p (PipeDream's "augmented" antichain)
-#
-# A chain of n layers has n states, branches multiply: n parallel layers have 2^n. If there are too many, states are
-# taken from `orders` of the layers instead, and the result is only a good plan.
-#
-# Source: Narayanan et al., "PipeDream" (SOSP 2019); `graph/graph.py` of its repository (`antichain_dag`).
-
 Words = NDArray[np.uint64]
 
 # The number of rows of a table of members that are summed at a time.
 _ROWS = 4096
 
 
+# States are where a graph of layers can be cut; PipeDream names them by their antichains. A **state** is a set of
+# layers that contains, with each layer, everything that it reads. Its frontier is the set of its layers that no other
+# of its layers reads, an antichain; a stage is the difference of two nested states. Starting with the first source
+# alone, the next states of D are D with one more layer that reads one of D, and everything that this layer needs. A
+# state is inside another one exactly if such steps lead from it to the other.
+#
+#     T, A, P     seconds, activation and parameter bytes of a state's layers; of a stage, differences of two states
+#     a           bytes on the frontier: outputs of the antichain, and of each layer p such that some layer of the
+#                 antichain behind p is not behind all readers of p (PipeDream's "augmented" antichain)
+#
+# A chain of n layers has n states, branches multiply: n parallel layers have 2^n. If there are too many, states are
+# taken from orders of the layers instead (`states_along`), and the result is only a good plan.
+#
+# Source: Narayanan et al., "PipeDream" (SOSP 2019); `graph/graph.py` of its repository (`antichain_dag`).
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfileStates:
     """States of a profile, ascending by their seconds; every state comes after the states inside it.

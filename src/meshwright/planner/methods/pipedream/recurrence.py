@@ -1,6 +1,7 @@
-"""PipeDream's dynamic program over states, as in its optimizer. Compiled.
+"""PipeDream's dynamic program over states, compiled (`fill_table`), and over its levels of machines (`solve_levels`).
 
-On one level with M machines and links of b bytes per second, the layers between two states i and j (`states`) take
+On one level with M machines and links of b bytes per second, the layers between two states i and j (`profile_states`)
+take
 
     B[i, j, m] = min of   (t + w(m) / f) / m                            one stage with m replicas
                           max(B[i, k, m - r], (t' + w'(r)) / r, x)      the last stage, behind state k, has r of them
@@ -226,12 +227,6 @@ def _is_reached(best: Floats, cutoff_s: float, counting: bool) -> bool:
     return bool(best[: len(best) - 1].min() < (np.inf if counting else cutoff_s))
 
 
-# PipeDream's levels: machines that contain machines, each level with its own links, solved from the lowest up.
-#
-# On the lowest level a machine is a device, on the next one a machine is everything that the level below contains, and
-# so on. The dynamic program of a level uses the best times of all intervals on the level below as
-# seconds of its own machines; from the top, every stage found is then split again by the level below.
-
 # Multiples of the bound within which a pipeline is searched first, before the search without a limit.
 _SLACKS = (1.0625, 1.25, 2.0, 4.0)
 # Relative differences of stage seconds below this are rounding errors of sums.
@@ -283,6 +278,10 @@ class LevelSolution:
     bottleneck_s: float
 
 
+# On the lowest level a machine is a device, on the next one a machine is everything that the level below contains, and
+# so on; each level has its own links. Levels are solved from the lowest up: the dynamic program of a level uses the
+# best times of all intervals on the level below as seconds of its own machines. From the top, every stage found is then
+# split again by the level below.
 def solve_levels(states: ProfileStates, levels: Sequence[Level], options: PipeDreamOptions) -> LevelSolution | None:
     """Return the stages with the least bottleneck, exact for these states; None if none fit."""
     problems: list[LevelProblem] = []

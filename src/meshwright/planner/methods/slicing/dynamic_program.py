@@ -1,10 +1,13 @@
-"""The dynamic program of slicing for one threshold: least sum with every stage's bottleneck at most θ. Compiled.
+"""Exact slicing of a chain of layers into replicated stages (`solve_slicing`), by a dynamic program for each threshold.
+
+For one threshold θ (`fill_tables`, compiled), the program finds the least sum with every stage's bottleneck at most θ:
 
     sums[i, d] = min over ends j and replicas r of  t + x + sums[j, d - r]        layers i.. on the last d ranks
 
-over stages i:j with r replicas that fit into memory and whose bottleneck is at most θ (terms: `slicing`). Two relaxed
-tables keep it small: the `fewest` replicas with which a stage i:j could work on any ranks, and from it the fewest ranks
-that the layers before i, and from i on, need. A state that leaves too few ranks to either side is never visited.
+over stages i:j with r replicas that fit into memory and whose bottleneck is at most θ (terms: `solve_slicing`). Two
+relaxed tables keep it small: the `fewest` replicas with which a stage i:j could work on any ranks, and from it the
+fewest ranks that the layers before i, and from i on, need. A state that leaves too few ranks to either side is never
+visited.
 """
 
 from __future__ import annotations
@@ -281,15 +284,23 @@ def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int,
     return above
 
 
-# Exact slicing of a chain of layers into replicated stages.
-#
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """Stages of layers ``bounds[s]`` with ``replicas[s]`` ranks each; seconds by the closed form, and its two terms."""
+
+    bounds: tuple[tuple[int, int], ...]
+    replicas: tuple[int, ...]
+    seconds: float
+    sum_s: float
+    bottleneck_s: float
+
+
 # The model. Layers 0..L-1 in order; ranks 0..D-1 in order. Stage s holds layers i:j on the r ranks a..a+r-1, with a
 # ranks before it, and each of its replicas works on at most n = ceil(M / r) of the M microbatches. With
 #
 #     t = seconds[k, i, j]         forward and backward of one microbatch, on the ranks' kind k = kind_of[a, r]
 #     x = transfer_s[l, i]         input of the stage per microbatch and its gradient, over the link l = link_of[a, r]
 #     g = exchange_bytes[i, j]     gradients to reduce: whole buckets at bucket_s[a, r], the rest from latency_s[a, r]
-#                                  up
 #     e = exchange(g)              0 if r = 1; with overlap, max(e - backward, its last bucket alone)
 #     o = optimizer_s[k, i, j]     step of the optimizer
 #
@@ -304,27 +315,14 @@ def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int,
 #     static_bytes + beside_bytes + n · input_bytes + (exchange_bytes if r > 1, for the buckets' buffers)
 #         + the fullest moment of a step (`cost.memory.ledger`)  <=  memory_limit[a, r]        all at [i, j]
 #
-# where each microbatch keeps flight_bytes + leaving_bytes, with in_flight[a, r] in flight: n (GPipe),
-# min(n, ceil((D - a) / r)) (1F1B), or counted from an own schedule.
+# where each microbatch keeps flight_bytes + leaving_bytes, with in_flight[a, r] in flight: n (GPipe), min(n, ceil((D -
+# a) / r)) (1F1B), or counted from an own schedule.
 #
 # The method. For a threshold θ on the second term, the least sum over slicings whose stages all stay within θ is a
-# small dynamic program (above); the best θ is found by `thresholds`.
+# small dynamic program (`fill_tables`); the best θ is found by `space.minimise_over_thresholds`.
 #
 # Sources: Zheng et al., "Alpa" (OSDI 2022), section 5.2 (enumeration of the bottleneck); Narayanan et al., "PipeDream"
 # (SOSP 2019), section 3.1 (replicated stages).
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slicing:
-    """Stages of layers ``bounds[s]`` with ``replicas[s]`` ranks each; seconds by the closed form, and its two terms."""
-
-    bounds: tuple[tuple[int, int], ...]
-    replicas: tuple[int, ...]
-    seconds: float
-    sum_s: float
-    bottleneck_s: float
-
-
 def solve_slicing(
     problem: SlicingProblem,
     *,

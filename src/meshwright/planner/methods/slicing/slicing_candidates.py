@@ -195,11 +195,11 @@ class CandidateSearch:
         )
 
     def next_best(self, candidate: PlanCandidate, peak_bytes: Sequence[int]) -> PlanCandidate | None:
-        """Return the next plan of the same problem after a candidate that needs too much memory.
+        """Return the next plan of the same problem after a candidate that needs too much memory; None without one.
 
-        None if the problem has no further plan. Unsettled stages have lower bounds of memory (`stage_bytes`). The
-        result of a walk is stored for all problems of the size, the additional memory in its simulation (transfers in
-        flight) for this problem.
+        Memory of a stage is a lower bound (`stage_bytes`) until a walk through its ops has found the exact bytes. This
+        call does that for the candidate's stages and stores the result for all problems of the microbatch size. What
+        the simulation needs in addition (transfers in flight) is stored for this problem only.
         """
         search, plan = candidate.found_in, candidate.plan
         tables, problem = self.space.tables(search.size), self._problem(search)

@@ -138,7 +138,7 @@ class Shaped(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Equal for plans that are similar."""
+        """The number of devices of each stage."""
 
 
 Shape = TypeVar("Shape", bound=Shaped)

@@ -22,7 +22,7 @@ Integers = NDArray[np.int64]
 
 
 def optimal_shares(seconds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
-    """Microbatches of each device; ``seconds`` are those of one microbatch on it.
+    """Return microbatches of each device; ``seconds`` are those of one microbatch on it.
 
     Of equal devices the first ones get more. Raises PlanError for fewer microbatches than devices, or for seconds that
     are not positive.

@@ -1,7 +1,8 @@
-"""Exact assignment of stages to unequal devices: which devices get which layers, in which order.
+"""Exact assignment of stages to unequal devices (`solve_mapping`): which devices get which layers, in which order.
 
-The model. Layers 0..L-1 in order; devices in classes of equal ones (`groups`). A stage holds layers i:j on a group g of
-devices, of which device d computes m_d of the M microbatches, so that all are done soonest (`batch_shares`). With
+The model. Layers 0..L-1 in order; devices in classes of equal ones (`find_classes`). A stage holds layers i:j on a
+group g of devices (`find_groups`), of which device d computes m_d of the M microbatches, so that all are done soonest
+(`batch_shares`). With
 
     t_d = seconds of forward and backward of one microbatch on device d,  t = min t_d
     x = what enters the stage per microbatch and returns, over the slowest link between its group and the one before
@@ -14,9 +15,9 @@ a mapping costs, as a slicing does,
 with f = 1 in training, f = 0 in inference. A device fits if what `slicing` adds up for m_d microbatches is within its
 own memory; with 1F1B min(m_d, 1 + ceil(b m_d / M)) of them are in flight, b the devices of the stages behind.
 
-The method. `slicing` keeps devices in one order and asks how many each stage takes; here the state are the layers and
-the devices that are left of each class, and the devices of the stage before as far as they say over which link its
-values come. All orders of the devices are gone through, for every threshold on the second term (`thresholds`). With
+The method. `slicing` keeps devices in one order and asks how many each stage takes. Here the state is the layers and
+devices that are left of each class, and the group before as far as it determines the link over which values come. All
+orders of the devices are covered, for every threshold on the second term (`space.minimise_over_thresholds`). With
 counts n_k of K classes there are Π (n_k + 1) states instead of Π n_k! orders.
 
 Sources: Zheng et al., "Alpa" (OSDI 2022), section 5.2 (enumeration of the bottleneck); Park et al., "HetPipe" (ATC
@@ -41,13 +42,6 @@ from meshwright.planner.exchange_search import sum_in_buckets
 from meshwright.planner.methods.unequal.batch_shares import share_out
 from meshwright.planner.space import minimise_over_thresholds
 from meshwright.spec import Cluster, PlanError
-
-# What a stage costs on every group of devices: the dynamic program for one threshold. Compiled.
-#
-#     sums[left, i, h] = min over groups g of `left` and ends j of  f (t + x) + sums[left - g, j, g]
-#
-# over stages i:j on g that fit into memory and whose bottleneck is at most θ. ``left`` are the devices that are left,
-# by class; h is the group before, of which only the classes matter: they say over which link x comes.
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -103,7 +97,7 @@ class StageTable(NamedTuple):
 
     ``first_s`` is the microbatch of its fastest device, ``busy_s`` all that the busiest one computes, ``most`` the
     microbatches of the device that has most, ``rest_s`` exchange and optimizer; ``fits``, entry [g, i, j, b], whether
-    all its devices have the memory if b devices stand behind it.
+    all its devices have the memory if the stages behind it have b devices.
     """
 
     first_s: Floats
@@ -114,7 +108,9 @@ class StageTable(NamedTuple):
 
 
 class MappingTables(NamedTuple):
-    """What one threshold fills, (states, L + 1, P), and where groups lead: ``following`` (states, G), -1 for nowhere.
+    """The tables of one threshold, (states, L + 1, P).
+
+    ``following`` (states, G): the state after each group is taken, -1 for none.
 
     ``left`` (states,) are the devices of each state; the last state has all of them.
     """
@@ -128,7 +124,7 @@ class MappingTables(NamedTuple):
 
 @compiled
 def estimate_stages(p: MappingProblem) -> StageTable:
-    """Estimate all stages on all groups."""
+    """Return the estimates of all stages on all groups."""
     num_groups, num_layers = len(p.counts), len(p.static_bytes)
     shape = (num_groups, num_layers, num_layers + 1)
     table = StageTable(
@@ -194,7 +190,7 @@ def _find_fits(p: MappingProblem, g: int, i: int, j: int, most: Integers, fits: 
 
 @compiled
 def in_flight_of(p: MappingProblem, count: int, behind: int) -> int:
-    """Microbatches in flight on a device that has ``count`` of all, and ``behind`` devices after it.
+    """Return the microbatches in flight on a device that has ``count`` of all, and ``behind`` devices after it.
 
     With 1F1B it is given one of M / count microbatches, and keeps those that the ones behind it work on.
     """
@@ -207,7 +203,7 @@ def in_flight_of(p: MappingProblem, count: int, behind: int) -> int:
 
 @compiled
 def memory_of(p: MappingProblem, g: int, i: int, j: int, count: int, in_flight: int) -> float:
-    """Bytes of a device with ``count`` microbatches of stage i:j on group g, all of them in flight."""
+    """Return the bytes of a device with ``count`` microbatches of stage i:j on group g, ``in_flight`` in flight."""
     num_ranks = p.counts[g].sum()
     static = p.static_bytes[i, j] - p.shared_bytes[i, j] * (1.0 - 1.0 / num_ranks)
     static += count * p.input_bytes[i, j] + p.beside_bytes[i, j]
@@ -221,12 +217,18 @@ def memory_of(p: MappingProblem, g: int, i: int, j: int, count: int, in_flight: 
 
 @compiled
 def bottleneck_of(p: MappingProblem, table: StageTable, g: int, i: int, j: int, transfer: float) -> float:
-    """Seconds of the stage beyond its first microbatch."""
+    """Return the seconds of the stage beyond its first microbatch."""
     first = max(table.first_s[g, i, j], transfer)
     busy = max(table.busy_s[g, i, j], table.most[g, i, j] * transfer)
     return float(busy - p.num_fills * first + table.rest_s[g, i, j])
 
 
+# The dynamic program for one threshold, compiled:
+#
+#     sums[left, i, h] = min over groups g of `left` and ends j of  f (t + x) + sums[left - g, j, g]
+#
+# over stages i:j on g that fit into memory and whose bottleneck is at most θ. ``left``: the remaining devices, by
+# class; h: the group before, of which only the classes matter, since they determine over which link x comes.
 @compiled
 def fill_tables(p: MappingProblem, stages: StageTable, theta: float, tables: MappingTables) -> float:
     """Fill the tables for a threshold.
@@ -275,23 +277,9 @@ def _extend(
     return above
 
 
-# Unequal devices as classes of equal ones, and the groups of them that a stage may get.
-#
-# A **class** is the devices of one kind in one node: they are interchangeable. A **group** takes a number of
-# each class. Those that a stage may get are
-#
-# - any number of devices of one class;
-# - of several classes that belong together (those of one node, those of one kind, and all), a whole fraction 1/f of
-#   each;
-# - two classes that are next to each other in speed, whole.
-#
-# Nodes that differ in nothing but their names may be **merged**: their devices of one kind are then one class, which
-# has fewer states to go through; a group that fills more than one such node is estimated with the link between nodes.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClass:
-    """Devices that can be exchanged for each other: their kind by name, their ranks, and how many share a node."""
+    """Interchangeable devices: their kind by name, their ranks, and how many share a node."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -304,7 +292,7 @@ class DeviceClass:
 
 
 def find_classes(cluster: Cluster, *, merged: bool = False) -> tuple[DeviceClass, ...]:
-    """The classes of a cluster's devices, in the order of their first ranks."""
+    """Return the classes of a cluster's devices, in the order of their first ranks."""
     columns = cluster.columns()
     nodes = columns.node_kind if merged else columns.node
     members: dict[tuple[int, int], list[int]] = {}
@@ -325,8 +313,18 @@ def count_states(classes: Sequence[DeviceClass]) -> int:
     return prod(item.size + 1 for item in classes)
 
 
+# A **class** is the devices of one kind in one node: they are interchangeable. A **group** takes a number of each
+# class. Groups that a stage may get are
+#
+# - any number of devices of one class;
+# - of several classes that belong together (those of one node, those of one kind, and all), a whole fraction 1/f of
+#   each;
+# - two classes that are next to each other in speed, whole.
+#
+# Nodes that differ only in their names may be **merged**: their devices of one kind are then one class, which has fewer
+# states; a group that fills more than one such node is estimated with the link between nodes.
 def find_groups(cluster: Cluster, classes: Sequence[DeviceClass], most: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of at most ``most`` devices that a stage may get, each as counts by class."""
+    """Return the groups of at most ``most`` devices that a stage may get, each as counts by class."""
     found: dict[tuple[int, ...], None] = {}
     for index, item in enumerate(classes):
         for count in range(1, item.size + 1):
@@ -375,7 +373,7 @@ class Mapping:
 
 
 def solve_mapping(problem: MappingProblem, *, cutoff_s: float = np.inf) -> Mapping | None:
-    """The cheapest mapping that fits, uses every device and costs less than ``cutoff_s``; None without one.
+    """Return the cheapest mapping that fits, uses every device and costs less than ``cutoff_s``; None without one.
 
     Exact up to rounding, and the same for the same input. Raises PlanError for more states than `MAX_ENTRIES` allows.
     """
@@ -390,12 +388,12 @@ def solve_mapping(problem: MappingProblem, *, cutoff_s: float = np.inf) -> Mappi
 
 
 def num_entries(num_layers: int, sizes: Sequence[int], num_sets: int) -> int:
-    """Entries of the tables of a problem."""
+    """Return the number of entries of the tables of a problem."""
     return int(np.prod(np.asarray(sizes, np.float64) + 1)) * (num_layers + 1) * num_sets
 
 
 def make_tables(problem: MappingProblem) -> MappingTables:
-    """Room for a problem, and which state follows which. Raises PlanError for too many states."""
+    """Return empty tables for a problem, and which state follows which. Raises PlanError for too many states."""
     num_sets = len(problem.link_of)
     if num_entries(problem.num_layers, problem.sizes.tolist(), num_sets) > MAX_ENTRIES:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""The method: the best mappings of every microbatch size and schedule, simulated; then small changes of the best plan.
+"""The method for unequal devices (`unequal`): the best mappings, simulated; then small changes of the best plan.
 
 For every microbatch size and schedule several problems are solved: with all groups of devices, and with those of R
 devices alone, for every R that divides their number; the closed form does not see everything that the simulator does.
@@ -38,18 +38,17 @@ from meshwright.spec import Plan, PlanError, slice_graph
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.schedules import BASIC_SCHEDULES
 
-# Small changes of a plan on unequal devices: what a local search on the simulator tries next.
+
+# A local search on the simulator tries:
 #
-#     order      two neighbouring stages swap places and keep their numbers of layers; or all stages stand in reverse
+#     order      two neighbouring stages swap places and keep their numbers of layers; or all stages are reversed
 #     boundary   a layer goes to the stage before or behind (`climbing`)
 #     swap       two unlike devices of different stages change places
 #     share      a microbatch goes from one replica of a stage to an unlike one
 #
-# Where devices change places or layers go over, the microbatches of the changed stages are divided again.
-
-
+# If devices change places or layers move, the microbatches of the changed stages are divided again.
 def neighbours(space: Space, plan: Plan) -> Iterator[Plan]:
-    """Plans that differ from one by one change."""
+    """Yield plans that differ from one by one change."""
     plan = replace(plan, stages=as_chain(plan.stages))
     changed = (*_reordered(plan.stages), *moved_boundaries(plan.stages), *_swapped_devices(space, plan.stages))
     for stages in changed:

@@ -1,6 +1,7 @@
-"""HetPipe: unequal devices in virtual workers, each a pipeline; workers train in waves, side by side.
+"""HetPipe (`form_workers`): unequal devices in virtual workers, each a pipeline; workers train in waves, in parallel.
 
-Which devices form a worker is a **policy** (section 5 of the paper):
+`make_mapping_problem` makes the mapping problems of its pipelines. Which devices form a worker is a **policy** (section
+5 of the paper):
 
     node        node partition: every node is a worker, of equal devices; workers may be unequal
     equal       equal distribution: every worker gets the same number of devices of each node and kind
@@ -8,17 +9,17 @@ Which devices form a worker is a **policy** (section 5 of the paper):
 
 Within a worker every device is a stage: which, and with how many layers, is an exact mapping (`mapping`) for the
 bottleneck alone, since the pipeline is asynchronous. A minibatch takes t + x and the optimizer's step on each device,
-for a worker updates its weights after each; a device keeps as many copies of its weights as the worker has
-stages (`docs/concepts/asynchronous.md`). With bounded staleness no worker is more than D waves ahead of another, so in
-the long run a wave takes all workers as long as the slowest
+for a worker updates its weights after each; a device keeps as many copies of its weights as the worker has stages
+(`docs/concepts/asynchronous.md`). With bounded staleness no worker is more than D waves ahead of another, so in the
+long run a wave takes all workers as long as the slowest
 
     wave = n · max over workers of max over devices (t + x + o)           n minibatches of each worker
 
 and the sums of the wave run beside the next minibatches, if D is at least 1.
 
 A plan has the same cuts for all replicas, so only equal distribution is one: stage s has the s-th device of each
-worker, under the schedule `hetpipe`. For the others a plan would need cuts for each replica, and sums of
-gradients over replicas by parameter instead of by stage.
+worker, under the schedule `hetpipe`. For the others a plan would need cuts for each replica, and sums of gradients over
+replicas by parameter instead of by stage.
 
 Source: Park et al., "HetPipe" (USENIX ATC 2020), sections 4 to 7.
 """
@@ -54,10 +55,6 @@ from meshwright.spec import Cluster, Plan, PlanError, StagePlan, format_seconds
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
-# Assemble mapping problems: stages of a space at one microbatch size, on the classes of its devices.
-#
-# Bytes and seconds are those of a slicing problem (`slicing.assemble`); what differs are the devices.
-
 # The least time that a layer counts for: the tick of the simulator.
 _LEAST_S = 1.0 / PICOSECONDS_PER_SECOND
 
@@ -84,7 +81,7 @@ class DeviceClasses:
     bucket_s: tuple[float, ...]
 
     def of_sizes(self, num_ranks: int) -> DeviceClasses | None:
-        """The same with groups of ``num_ranks`` devices alone; None if these cannot use all devices."""
+        """Return the same with groups of ``num_ranks`` devices alone; None if these cannot use all devices."""
         chosen = [index for index, group in enumerate(self.groups) if sum(group) == num_ranks]
         met = [any(self.groups[index][k] for index in chosen) for k in range(len(self.classes))]
         if not all(met):
@@ -98,7 +95,7 @@ class DeviceClasses:
         )
 
     def ranks(self, groups: Sequence[int]) -> list[tuple[int, ...]]:
-        """Ranks for stages on these groups: of each class the next ones."""
+        """Return the ranks for stages on these groups: of each class the next ones."""
         taken = [0] * len(self.classes)
         found = []
         for group in groups:
@@ -111,7 +108,7 @@ class DeviceClasses:
 
 
 def find_devices(space: Space, ranks: Sequence[int] | None = None) -> DeviceClasses:
-    """The devices of a space, or some of them; nodes that are alike are merged where there are too many states."""
+    """Return the devices of a space, or some of them; alike nodes are merged if there are too many states."""
     chosen = range(space.num_ranks) if ranks is None else ranks
     classes = _classes(space, chosen, merged=False)
     if count_states(classes) > MAX_STATES:
@@ -140,7 +137,7 @@ def find_devices(space: Space, ranks: Sequence[int] | None = None) -> DeviceClas
 
 
 def are_equal(space: Space) -> bool:
-    """Whether all devices of a space are alike, and all their links."""
+    """Return whether all devices of a space are alike, and all their links."""
     cluster = space.cluster
     return (
         len(_classes(space, range(space.num_ranks), merged=True)) == 1 and cluster.racks is None and not cluster.paths
@@ -169,7 +166,7 @@ def _number(pair: tuple[int, int], links: list[tuple[int, int]]) -> int:
 def _slowest_pair(
     space: Space, classes: Sequence[DeviceClass], source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Two ranks that stand for the slowest link from one set of classes to another."""
+    """Two ranks between which the link is the slowest from one set of classes to another."""
     pairs = [
         (classes[a].ranks[0], classes[b].ranks[-1])
         for a, b in product(source, target)
@@ -179,10 +176,14 @@ def _slowest_pair(
     return max(pairs, key=lambda pair: space.cluster.link_between(*pair).seconds(num_bytes), default=(0, 0))
 
 
+# Bytes and seconds are those of a slicing problem (`slicing.assemble`); only the devices differ.
 def make_mapping_problem(
     space: Space, size: int, schedule: str, devices: DeviceClasses, beside: NDArray[np.float64]
 ) -> MappingProblem:
-    """The arrays of one mapping problem; ``beside`` (L, L + 1) are bytes that only a simulation showed."""
+    """Return the arrays of a mapping problem: stages of a space at one microbatch size, on its classes of devices.
+
+    ``beside`` (L, L + 1) are bytes that only a simulation showed.
+    """
     tables = space.tables(size)
     kinds = tuple(dict.fromkeys(item.kind for item in devices.classes))
     nowhere = np.zeros((1, 2), np.int64)
@@ -237,7 +238,7 @@ def plan_mapping(space: Space, size: int, schedule: str, devices: DeviceClasses,
 
 
 def share_stage(space: Space, size: int, layers: tuple[int, int], ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The best shares of a stage's replicas; none where they are as fast as each other, or none does better."""
+    """Return the best shares of a stage's replicas; none if they are equally fast, or if no shares are faster."""
     tables = space.tables(size)
     seconds = [float(tables.seconds[space.cluster.device_kind(rank).name].total[layers]) for rank in ranks]
     if len(set(seconds)) == 1 or min(seconds) <= 0:
@@ -270,7 +271,7 @@ class VirtualWorkers:
 
     @property
     def wave_s(self) -> float:
-        """Seconds of a wave: those of the slowest worker, for which all others wait in the end."""
+        """Seconds of a wave: those of the slowest worker, for which all others wait at its end."""
         return self.wave * max(worker.minibatch_s for worker in self.workers)
 
     def explain(self, cluster: Cluster) -> str:
@@ -376,7 +377,7 @@ def _cut(space: Space, size: int, ranks: tuple[int, ...], wave: int) -> VirtualW
 
 
 def never_flushing(problem: MappingProblem, wave: int, num_stages: int) -> MappingProblem:
-    """A problem for the bottleneck of a pipeline that updates after every minibatch and stashes its weights."""
+    """Return the problem for the bottleneck of a pipeline that updates after every minibatch and stashes weights."""
     return problem._replace(
         num_microbatches=wave,
         num_fills=0,
@@ -387,7 +388,7 @@ def never_flushing(problem: MappingProblem, wave: int, num_stages: int) -> Mappi
 
 
 def plan_workers(space: Space, size: int, workers: VirtualWorkers) -> Plan:
-    """The plan of workers that are alike, under the schedule `hetpipe`. Raises PlanError for others."""
+    """Return the plan of workers that are alike, under the schedule `hetpipe`. Raises PlanError for others."""
     cuts = {worker.bounds for worker in workers.workers}
     if len(cuts) > 1:
         raise PlanError(

@@ -54,5 +54,5 @@ def as_tuple(value: Any, count: int) -> tuple[int, ...]:
 
 
 def expected_type(value: torch.Tensor) -> TensorType:
-    """Torch's type of a result."""
+    """Return torch's type of a result."""
     return TensorType(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))

@@ -1,8 +1,8 @@
-"""All parts of a sharded scheduler in one thread, as a policy: messages are delivered at once, in a fixed order.
+"""A sharded scheduler in one thread, as a policy (`Sharded`): the rank and the shards, with messages delivered at once.
 
-The pool that the driver sees is the rank's. After the rank's own cells come the mailboxes and the pools of the shards,
-each a normal pool at an offset; their decisions are copied to this pool. Its queues only count their waiting requests:
-a driver cannot look at single requests, or cancel one, as a server does.
+Messages are delivered in a fixed order. The pool that the driver sees is the rank's. After the rank's own cells come
+the mailboxes and the pools of the shards, each a normal pool at an offset; their decisions are copied to this pool. Its
+queues only count their waiting requests: a driver cannot look at single requests, or cancel one, as a server does.
 """
 
 from __future__ import annotations
@@ -78,20 +78,18 @@ from meshwright.serving.policies.sharding.mailboxes import WIDTH as ROW_WIDTH
 from meshwright.serving.policies.sharding.mailboxes import cells_of_mailbox, receive, room_in, send
 from meshwright.spec import ServingError
 
-# The rank: the devices, and for each queue of all shards the batch that it could run next.
-#
-# A candidate whose window has started is granted an idle device; among several, the one whose window ends first
-# (`deferred`). Until its shard has answered, candidates of that queue are outdated and ignored. Queue q of all is queue
-# q // S of shard q % S. In the rank's pool the queues hold no requests: ``TIMER`` is the start of windows, ``READY``
-# the end of those that have started. If the pool keeps ends (``END``), a device is taken to be free at the end that its
-# shard announced, as in Symphony; otherwise it is free when the driver says so. Own cells: for each queue the end of
-# its window, when its first request is due, and whether it has been granted a device.
-
 # Columns of own cells, with a cell for each queue.
 _WINDOW_END, _DUE, _IS_GRANTED = range(3)
 CELLS_OF_QUEUE = 3
 
 
+# The rank has the devices, and for each queue of all shards the batch that it could run next. A candidate whose window
+# has started is granted an idle device; among several, the one whose window ends first (`deferred`). Until its shard
+# has answered, candidates of that queue are outdated and ignored. Queue q of all is queue q // S of shard q % S. In the
+# rank's pool the queues hold no requests: ``TIMER`` is the start of windows, ``READY`` the end of those that have
+# started. If the pool keeps ends (``END``), a device is taken to be free at the end that its shard announced, as in
+# Symphony; otherwise it is free when the driver says so. Own cells: for each queue the end of its window, when its
+# first request is due, and whether it has been granted a device.
 def allocate_rank(facts: dict[str, Any], num_more: int = 0, *, keep_ends: bool = False) -> Ints:
     """Return the rank's pool for the arguments of `allocate_pool`; ``num_more`` own cells follow those that it uses."""
     num_own = CELLS_OF_QUEUE * len(np.asarray(facts["latency"])) + num_more
@@ -198,19 +196,16 @@ def _cell(pool: Ints, column: int, queue: int) -> int:
     return pool[OWN] + column * pool[NUM_QUEUES] + queue
 
 
-# A shard: the queues of some models, numbered from 0, in its own pool.
-#
-# As in `deferred`, requests wait for a larger batch until their schedulable window starts; but only the rank knows
-# whether a device is idle. So a shard sends it each queue's window, as the **candidate** to run next, whenever it has
-# changed, and makes a batch when it is granted a device. In its pool, ``TIMER`` is when the first request of a queue
-# can no longer be in time even alone; ``READY`` has the queues whose candidate is still to be sent, the most urgent
-# first: only the newest counts, so a full mailbox blocks nothing. Own cells: for each queue, the requests dropped as
-# late since the last message to the rank.
-
 # `begin_batch` keeps no devices in reserve.
 _NONE_SPARE = 101
 
 
+# A shard has the queues of some models, numbered from 0, in its own pool. As in `deferred`, requests wait for a larger
+# batch until their schedulable window starts; but only the rank knows whether a device is idle. So a shard sends it
+# each queue's window, as the **candidate** to run next, whenever it has changed, and makes a batch when it is granted a
+# device. In its pool, ``TIMER`` is when the first request of a queue can no longer be in time even alone; ``READY`` has
+# the queues whose candidate is still to be sent, the most urgent first: only the newest counts, so a full mailbox
+# blocks nothing. Own cells: for each queue, the requests dropped as late since the last message to the rank.
 def allocate_shard(facts: dict[str, Any], number: int, count: int) -> Ints:
     """Return the pool of shard ``number`` of ``count``: models ``number``, ``number + count``, … of `allocate_pool`."""
     mine = slice(number, None, count)

@@ -30,10 +30,11 @@ def warm_up(
     repeats: int = REPEATS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[BatchMeasurement, ...]:
-    """Return medians and percentiles for each batch size that was run; the last one may be run.
+    """Time batches of 1, 2, 4, … samples; return median and percentiles of each size.
 
-    ``longest_s``: the most time that a batch may take. A size for which the model raises an exception, perhaps because
-    memory is exhausted, and all larger ones are omitted. Raises ServingError if it raises for a single sample.
+    ``longest_s``: no larger batch is tried after one that took longer than this. A size for which the model raises an
+    exception (perhaps because memory is exhausted), and all larger ones, are left out. Raises ServingError if it raises
+    for a single sample.
     """
     begin, largest, size = clock(), model.largest, 1
     samples: dict[int, list[float]] = {}
