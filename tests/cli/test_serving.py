@@ -79,7 +79,7 @@ def test_a_deployment_is_simulated_under_its_policy(serve):
     assert "policies" not in found
     code, out, _ = serve()
     assert code == 0
-    for words in ("symphony:", "cat", "dog", "requests per second in time", "if devices take turns"):
+    for words in ("symphony:", "cat", "dog", "requests per second in time", "if their batches are staggered"):
         assert words in out
 
 
@@ -378,7 +378,7 @@ def test_latencies_come_from_a_table(run):
     )
     code, _, err = run("simulate", "served.toml")
     assert code == 1
-    assert "Model 'cat' has no latency" in " ".join(err.split())
+    assert "Model 'cat' has no `latency`. Only a server measures it" in " ".join(err.split())
     write_document(
         Measurements(
             device="cpu",

@@ -66,7 +66,7 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--expert", 2], "has none: no grouped product, and no batched product with a matrix per expert"),
+        (["--expert", 2], "has no experts: no grouped product, and no batched product with a matrix per expert"),
         (["--tensor", 2, "--placement", "head=expert:output1"], "axis, which has size 1"),
         (["--tensor", 2, "--placement", "head"], "expected OP=AXIS:inputN"),
         (["--tensor", 2, "--placement", "hed=tensor"], "did you mean 'head'"),

@@ -130,7 +130,7 @@ def test_experts_that_the_ranks_do_not_divide_are_refused_with_their_module(grap
     with pytest.raises(PlanError, match="'1' has fewer experts than ranks: 8"):
         shard_graph(graph, Sharding(expert=16))
     plain = capture_model(nn.Linear(4, 4), (torch.randn(2, 4),), mode="inference").graph
-    with pytest.raises(PlanError, match="has none: no grouped product"):
+    with pytest.raises(PlanError, match="has no experts: no grouped product"):
         shard_graph(plain, Sharding(expert=2))
 
 

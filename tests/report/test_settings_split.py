@@ -333,7 +333,7 @@ def test_what_stands_in_the_script_is_to_be_filled_in(system, plan, words):
         ("torchtitan", split_of(WIDE, context=2), "always shares them out by FSDP2 there"),
         ("torchtitan", split_of(WIDE, context=2), "torchtitan gathers them"),
         ("torchtitan", experts_of(WIDE, expert=2), "shares it out by FSDP2 among them"),
-        ("megatron", experts_of(WIDE, expert=2, zero=1), "shares its states among these ranks, too"),
+        ("megatron", experts_of(WIDE, expert=2, zero=1), "shards its states among these ranks, too"),
         ("accelerate", split_of(WIDE, context=2, context_method="all_gather"), "sends them round a ring"),
         ("megatron", split_of(WIDE, zero=2), "keeps them whole and gathers them once per step"),
         ("deepspeed", split_of(WIDE, zero=2), "keeps parameters whole and gathers them once per step"),

@@ -33,7 +33,7 @@ def test_targets_are_reached():
     again = scores["peaks of ranks that recompute", "ours"]
     assert again.num_rows >= 20
     assert again.worst <= 4
-    sharing = scores["peaks of ranks that share states", "ours"]
+    sharing = scores["peaks of ranks that shard states", "ours"]
     assert sharing.num_rows >= 20
     assert sharing.worst <= 7
 

@@ -107,5 +107,5 @@ def _layer_seconds(graph: Graph, microbatch_size: int, cost: CostModel) -> list[
 def _impossible(schedule: str, found: str, expected: str) -> PlanError:
     return PlanError(
         f"The plan cannot follow the schedule {schedule}: {found}; expected {expected}. Choose another schedule, or "
-        "plan anew."
+        "plan again."
     )

@@ -50,7 +50,7 @@ from meshwright.report.page import page_html, page_script, page_style, versions
 from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, format_bytes, load_cluster, shipped_kinds
 from meshwright.spec.codec import dump_json
-from meshwright.spec.memory import ACTIVATIONS, MEMORY_GROUPS
+from meshwright.spec.memory import ACTIVATIONS, MEMORY_GROUPS, name_part
 from meshwright.spec.plan import SCHEDULE_NAMES, name_stages
 from meshwright.spec.precision import Precision
 from meshwright.spec.recompute import RECOMPUTE_NAMES
@@ -173,7 +173,7 @@ def explain_excess(answer: StateResult) -> str:
     return (
         f"Does not fit: rank {rank} ({name_stages(answer.plan, rank)}) needs "
         f"{format_bytes(ranked.reserved_bytes[rank])}, {format_bytes(ranked.excess_bytes)} more than its "
-        f"{format_bytes(ranked.memory_limit_bytes[rank])}; most of it are {ranked.memory_owner}. "
+        f"{format_bytes(ranked.memory_limit_bytes[rank])}; the largest part: {name_part(ranked.memory_owner)}. "
         f"Choose {', or '.join(changes)}."
     )
 

@@ -354,7 +354,10 @@ class _Estimator:
                     takes = np.sum(taken, axis=0), np.sum(freed, axis=0)
                 return self._add_pass(seconds, takes, host_s, kind, is_awaited=bool(place & FIRST)), -1
             case "message" | "collective" | "server" | "load" | "copy" | "host" | "drives" as other:
-                raise ProgramError(f"An instruction of the kind {other!r} was to be estimated as a computation.")
+                raise ProgramError(
+                    f"An instruction of kind {other!r} cannot be estimated as a computation. This is a defect; please "
+                    "report it."
+                )
             case missing:
                 assert_never(missing)
         if self._factors[kind]:
@@ -409,7 +412,10 @@ class _Estimator:
                     self._host_of(group), num_bytes
                 )
             case "forward" | "backward" | "update" | "stash" as other:
-                raise ProgramError(f"An instruction of the kind {other!r} was to be estimated as a transfer.")
+                raise ProgramError(
+                    f"An instruction of kind {other!r} cannot be estimated as a transfer. This is a defect; please "
+                    "report it."
+                )
             case missing:
                 assert_never(missing)
         return self._add(cost.at(self._cost.end), 0.0, in_use), -1

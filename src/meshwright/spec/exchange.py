@@ -161,7 +161,7 @@ class GradientExchange:
         if len(ranks) % size:
             raise PlanError(
                 f"A shard size of {size} was given for {len(ranks)} replicas; expected a divisor of their number. "
-                "Choose another shard size, or leave it out to share among all of them."
+                "Choose another shard size, or leave it out to shard among all of them."
             )
         return tuple(ranks[start : start + size] for start in range(0, len(ranks), size))
 
@@ -170,7 +170,7 @@ class GradientExchange:
         return next(group for group in self.shard_groups(ranks) if rank in group)
 
     def num_parts(self, num_replicas: int) -> int:
-        """Number of parts into which replicas cut their shared states; 1 without sharding."""
+        """Number of parts into which replicas cut their sharded states; 1 without sharding."""
         return (min(self.shard_size, num_replicas) or num_replicas) if self.zero else 1
 
     def replicating_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -188,7 +188,7 @@ def _check_numbers(exchange: GradientExchange) -> None:
     if exchange.shard_size and (exchange.shard_size < 2 or not exchange.zero):
         raise PlanError(
             f"A shard size of {exchange.shard_size} was given with ZeRO {exchange.zero}; expected at least 2 replicas "
-            "that share states, with ZeRO 1 to 3. Give both, or leave the shard size out."
+            "that shard states, with ZeRO 1 to 3. Give both, or leave the shard size out."
         )
     if not 0 <= exchange.staleness <= MAX_STALENESS:
         raise PlanError(f"A staleness of {exchange.staleness} waves was given; expected 0 to {MAX_STALENESS}.")

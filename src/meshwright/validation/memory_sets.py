@@ -124,7 +124,7 @@ def score_pipelines() -> tuple[Score, ...]:
     return (
         _score_ranks("memory_pipelines", "peaks of ranks of pipelines", _PIPELINE_NOTE),
         _score_ranks("memory_recompute", again, _RECOMPUTE_NOTE),
-        _score_ranks("memory_sharing", "peaks of ranks that share states", _SHARING_NOTE),
+        _score_ranks("memory_sharing", "peaks of ranks that shard states", _SHARING_NOTE),
     )
 
 
@@ -279,7 +279,7 @@ def _simumax_gib(row: StepRow) -> float:
     found = re.search(r"([\d.]+) GiB", row["notes"])
     if found is None:
         raise MeasurementError(
-            f"Row {row['id']!r} was to say what SimuMax predicts; expected a number of GiB in its notes. Restore them."
+            f"Row {row['id']!r} lacks SimuMax's prediction; expected a number of GiB in its notes. Restore the notes."
         )
     return float(found[1])
 

@@ -180,7 +180,7 @@ class PublishedRun:
     def __post_init__(self) -> None:
         for field in ("name", "title", "citation", "place"):
             if not getattr(self, field).strip():
-                raise DocumentError(f"published run {self.name!r}: {field} is empty. Say it.")
+                raise DocumentError(f"published run {self.name!r}: {field} is empty. Fill it in.")
         if not self.link.startswith("https://"):
             raise DocumentError(f"published run {self.name!r}: link is {self.link!r}; expected https://….")
         if not (math.isfinite(self.value) and self.value > 0):

@@ -79,7 +79,7 @@ def count_flagged(rows: Records) -> str:
     """Return a sentence on the rows of an op that are neither fitted nor scored."""
     noops, plateaus = rows.has_flag("noop"), rows.has_flag("plateau")
     left_out = int((noops | plateaus).sum())
-    return f"of {len(rows)} rows {left_out} are not in it: {int(noops.sum())} no-op, {int(plateaus.sum())} plateau"
+    return f"of {len(rows)} rows {left_out} are not scored: {int(noops.sum())} no-op, {int(plateaus.sum())} plateau"
 
 
 def fold_keys(rows: Records) -> list[str]:

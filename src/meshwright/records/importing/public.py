@@ -61,7 +61,7 @@ def read_public(columns: Columns, *, source: str) -> Imported | None:
                 ) from None
             except (ValueError, TypeError, OverflowError) as error:
                 raise DocumentError(
-                    f"{source}: a table of {kind} with odd figures ({error}). Check the file."
+                    f"{source}: a table of {kind} with impossible figures ({error}). Check the file."
                 ) from None
             return Imported(kind=kind, records=records, left_out=left_out)
     return None

@@ -96,7 +96,7 @@ class PlannedTrainer(transformers.Trainer):
         if args is None:
             raise RunError(
                 "PlannedTrainer was given no args; expected TrainingArguments whose per_device_train_batch_size is the "
-                f"plan's global batch of {self._plan.workload.global_batch}. Give them."
+                f"plan's global batch of {self._plan.workload.global_batch}. Pass them as args."
             )
         self._planned: Trainer | None = None
         self._verify = verify
@@ -333,7 +333,8 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
         raise PlanError(
             f"Batches of per_device_train_batch_size={batch} with gradient_accumulation_steps={accumulated} were "
             f"given; expected {global_batch} and 1: the plan's global batch, of which the plan makes "
-            f"{plan.num_microbatches} microbatches itself. Set both so, or plan with --batch {batch * accumulated}."
+            f"{plan.num_microbatches} microbatches itself. Set both arguments to these, or plan with --batch "
+            f"{batch * accumulated}."
         )
     precision = f"the plan's {plan.workload.precision}"
     # Attribute of the arguments, expected value, remedy.

@@ -107,7 +107,7 @@ class _Positions(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One configuration; ``sharing`` replicas share states, ``place`` is its index in the tables of `Exchanges`."""
+    """One configuration; ``sharing`` replicas shard states, ``place`` is its index in the tables of `Exchanges`."""
 
     positions: int
     replicas: int

@@ -320,7 +320,7 @@ def _distribute(cluster: Cluster, ranks: Sequence[int], num_workers: int | None)
     count = num_workers or whole
     if whole % count:
         raise PlanError(
-            f"{count} virtual workers were to be formed of {', '.join(map(str, map(len, classes)))} devices of "
+            f"{count} virtual workers cannot be formed of {', '.join(map(str, map(len, classes)))} devices of "
             f"{len(classes)} classes; expected a number that divides {whole}."
         )
     return tuple(tuple(rank for own in classes for rank in own[worker::count]) for worker in range(count))
