@@ -169,7 +169,7 @@ def test_experts_that_do_not_divide_are_refused_before_a_mixture_is_captured(run
         raise AssertionError("nothing is captured")
 
     monkeypatch.setattr("meshwright.cli.model_arguments.capture_reference", capture)
-    for size, words in ((3, "has 8 experts; expected a number that it divides"), (16, "fewer experts than ranks: 8")):
+    for size, words in ((3, "has 8 experts; expected a divisor of 8"), (16, "fewer experts than ranks: 8")):
         code, _, error = run("plan", path, "--cluster", "2x8xH100", "--expert", size)
         assert code == 1
         assert "num_local_experts" in error

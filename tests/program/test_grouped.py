@@ -125,7 +125,7 @@ def test_rows_that_are_sorted_in_another_way_are_refused(change, words):
 
 
 def test_experts_that_the_ranks_do_not_divide_are_refused_with_their_module(graph):
-    with pytest.raises(PlanError, match="'1' has 8 experts; expected a number that it divides"):
+    with pytest.raises(PlanError, match="'1' has 8 experts; expected a divisor of 8"):
         shard_graph(graph, Sharding(expert=3))
     with pytest.raises(PlanError, match="'1' has fewer experts than ranks: 8"):
         shard_graph(graph, Sharding(expert=16))

@@ -442,7 +442,7 @@ def test_groups_of_replicas_that_share_states():
 def test_groups_of_replicas_that_share_states_of_the_optimizer_alone():
     plan = split_of(plan_of([(0, 17), (17, 34)], [range(4), range(4, 8)], count=16), zero=1, shard_size=2)
     assert export("megatron", plan).values["--num-distributed-optimizer-instances"] == 2
-    for system, words in (("deepspeed", "MiCS, with ZeRO 3 alone"), ("accelerate", "among all replicas")):
+    for system, words in (("deepspeed", "MiCS, with ZeRO 3 only"), ("accelerate", "among all replicas")):
         with pytest.raises(PlanError, match=words):
             export(system, plan)
 

@@ -401,7 +401,7 @@ def test_what_is_returned_is_a_state_and_a_decision():
 def test_a_controller_that_never_ends_is_stopped(monkeypatch):
     monkeypatch.setattr(controlled, "MAX_UNROLLED", 10)
     endless = tuple(Decision(timers=(Timer(at_ps=0),)) for _ in range(20))
-    with pytest.raises(ProgramError, match="Let it come to an end"):
+    with pytest.raises(ProgramError, match="Make the controller stop earlier"):
         run_script(1, [0], *endless)
 
 

@@ -95,6 +95,6 @@ def test_what_training_needs_now_is_what_was_measured(place):
 
 def test_notes_without_what_simumax_predicts_are_named():
     row = {"id": "simumax-1", "notes": "nothing of it"}
-    with pytest.raises(MeasurementError, match="'simumax-1' was to say what SimuMax predicts"):
+    with pytest.raises(MeasurementError, match="Row 'simumax-1' lacks SimuMax's prediction; expected a number of GiB"):
         memory._simumax_gib(row)
     assert memory._simumax_gib({**row, "notes": "predicted 71.5 GiB"}) == 71.5
