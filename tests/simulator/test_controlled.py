@@ -302,9 +302,7 @@ def test_decisions_that_break_a_rule_are_refused(case):
 
 
 def test_what_cannot_be_controlled_is_refused():
-    with pytest.raises(
-        ProgramError, match=r"The instructions \(0,\) cannot be watched from 0 ps on, when they may have"
-    ):
+    with pytest.raises(ProgramError, match=r"The instructions \(0,\) cannot be watched from 0 ps on, when they may"):
         run_script(1, [0, 1], Decision(timers=(Timer(at_ps=0),)), Decision(watch=(0,)))
     sums = tuple(
         Issue(rank=rank, stream="exchange", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1))

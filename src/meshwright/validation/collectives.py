@@ -10,7 +10,8 @@
 `fit_collectives` sees the training rows alone; no number in it is tuned on others. Its form is another matter: NCCL's
 sources, groups inside one node of the V100s and groups of 4 of vTrain's tables (training rows here) settled most of how
 the transfer goes, but three choices came after a look at scores of rows that are scored: trees where no ring closes,
-the geometric mean of the two groups beside, and one line for all series of a layout (docs/concepts/collectives.md).
+the geometric mean of the two neighbouring groups, and one line for all series of a layout
+(docs/concepts/collectives.md).
 Scores that these reach say so.
 
 Baselines, fitted on the same rows by least squares of relative errors with terms that are not negative: the line
@@ -273,10 +274,10 @@ def _round(model: CollectiveModel) -> CollectiveModel:
 # The project's targets in per cent: of the cluster never profiled by op, of the NCCL tables.
 _CLUSTER_TARGETS = {"all_reduce": 12.0, "all_gather": 5.0, "reduce_scatter": 6.0, "all_to_all": 10.0}
 _GROUPS_TARGET = 10.0
-# What is shown beside a target where the form of the predictor was chosen with a view of these rows.
+# What is shown with a target where the form of the predictor was chosen with a view of these rows.
 _NOTE = (
-    "form chosen with these rows in view: trees where no ring closes, geometric mean of the groups beside, one line "
-    "for all series of a layout"
+    "form chosen with these rows in view: trees where no ring closes, geometric mean of the neighbouring groups, one "
+    "line for all series of a layout"
 )
 _LARGE_BYTES, _MEDIUM_BYTES = 64 * 2**20, 2**20
 # Devices of a node of the V100 cluster.
