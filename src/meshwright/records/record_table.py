@@ -171,7 +171,7 @@ def concat_records(parts: Iterable[Records]) -> Records:
 
 
 def merge_records(old: Records, new: Records) -> Records:
-    """The rows of both, without the old ones of things that were measured anew."""
+    """The rows of both, without the old ones of things that were measured again."""
     renewed = set(new._texts(IDENTITY))
     kept = np.array([row not in renewed for row in old._texts(IDENTITY)], bool)
     return concat_records([old.select(kept), new])

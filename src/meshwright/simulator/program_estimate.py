@@ -465,7 +465,7 @@ class _Estimator:
 
 
 def _axes_of_parts(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[list[Axes], NDArray[np.int64]]:
-    """Return the axes over which tensor-parallel groups sum gradients, and their index for each part of an exchange."""
+    """Return the axes over which teams sum gradients, and their index for each part of an exchange."""
     if isinstance(plan, Placement) or not graph.collectives:
         return [REPLICATING], np.zeros(0, np.int64)
     buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)

@@ -56,7 +56,7 @@ from meshwright.spec.units import PICOSECONDS_PER_SECOND
 # Memory that the ranks of a plan use on their hosts and drives, and whether it fits each node.
 #
 # `program.count_host_needs` counts the bytes of each rank, here as for a real run. All devices of a node share its host
-# and drives. Where ranks are tensor-parallel groups, the bytes are those of one device of each group, and the node's
+# and drives. Where ranks are teams, the bytes are those of one device of each team, and the node's
 # limits are the share of these devices (`spec.teams`).
 
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 #                largest number of each size stays allocated
 #     sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/executor.py)
 
-# As in runtime/executor.py; with an own schedule or a placement, sends are waited for only at the end of the step.
+# As in runtime/executor.py; with a user's schedule or a placement, sends are waited for only at the end of the step.
 MAX_GRADIENT_SENDS = 4
 
 

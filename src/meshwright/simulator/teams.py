@@ -1,4 +1,4 @@
-"""A plan reduced to one rank per tensor-parallel group: its local graph, cluster and costs.
+"""A plan reduced to one rank per team: its local graph, cluster and costs.
 
 Devices that the plan leaves idle are removed.
 """
@@ -15,7 +15,7 @@ from meshwright.spec import Cluster, Graph, Plan, check_plan
 
 
 class Teams(NamedTuple):
-    """A plan of a local graph on a cluster whose ranks are tensor-parallel groups, and their costs."""
+    """A plan of a local graph on a cluster whose ranks are teams, and their costs."""
 
     plan: Plan
     graph: Graph

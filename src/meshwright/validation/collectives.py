@@ -16,7 +16,7 @@ Scores that these reach say so.
 
 Baselines, fitted on the same rows by least squares of relative errors with terms that are not negative: the line
 α·steps + β·(bytes through the port) of the ring (on the tables fitted on messages of the scored sizes, 1 MiB and more;
-for the end sizes on all), and on the cluster five terms with NIC sharing: 1, steps, log₂ n, bytes by the own link,
+for the end sizes on all), and on the cluster five terms with NIC sharing: 1, steps, log₂ n, bytes by the group's link,
 bytes by the NIC.
 """
 

@@ -32,7 +32,7 @@ _HEAD = """# Published runs
 figure, and what the command predicts.
 
 - **Nothing is fitted to these rows.** The commands are planned as on the command line, with the costs that ship:
-  tables of kernels and of collectives, datasheets, and own measurements of ops on one H100
+  tables of kernels and of collectives, datasheets, and measurements of our own of ops on one H100
   ([cost](concepts/cost.md)).
 - **Runs were chosen by how well known they are, before they were predicted.** None was dropped for its error. Two
   details of shape files were set after a first look, because the software has them: the padded vocabulary of llm.c

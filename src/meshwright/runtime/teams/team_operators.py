@@ -168,7 +168,7 @@ def _send(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis
 #     all_reduce             they are summed
 #     all_gather             the shards of the gradient are joined
 #     all_to_all             they are sharded along the other dim
-#     none                   the own shard of a gradient that is whole everywhere, or the gradient itself
+#     none                   this rank's shard of a gradient that is whole everywhere, or the gradient itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

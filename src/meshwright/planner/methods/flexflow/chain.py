@@ -6,7 +6,7 @@ A proposal takes a layer at random and gives it
     with 1/4   a random candidate, on any distinct devices in any order (the paper's)
     with 1/4   the degrees and devices of a layer that it shares an edge with, if it can be split so
 
-and is drawn anew where that is what the layer has already: such a proposal changes nothing and is not counted. It is
+and is drawn again where that is what the layer has already: such a proposal changes nothing and is not counted. It is
 accepted if the step becomes no longer, else with probability exp(-beta (new - old)). The number that decides is drawn
 first: with ``cut``, the simulation ends as soon as it is certain that the proposal is refused.
 """
@@ -98,7 +98,7 @@ def begin_change(schedule: Schedule) -> None:
 
 @compiled
 def release(soap: Soap, strategy: Strategy, schedule: Schedule, layer: int) -> None:
-    """Take the tasks of a layer out, before it is configured anew."""
+    """Take the tasks of a layer out, before it is configured again."""
     for k in range(_tasks_of(soap, strategy, schedule.changed, layer)):
         strategy.task[schedule.changed[k], MARK] = schedule.state[STAMP] + IS_GONE
 

@@ -305,7 +305,7 @@ def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int,
 #         + the fullest moment of a step (`cost.memory.ledger`)  <=  memory_limit[a, r]        all at [i, j]
 #
 # where each microbatch keeps flight_bytes + leaving_bytes, with in_flight[a, r] in flight: n (GPipe),
-# min(n, ceil((D - a) / r)) (1F1B), or counted from an own schedule.
+# min(n, ceil((D - a) / r)) (1F1B), or counted from a user's schedule.
 #
 # The method. For a threshold θ on the second term, the least sum over slicings whose stages all stay within θ is a
 # small dynamic program (above); the best θ is found by `thresholds`.

@@ -87,7 +87,7 @@ from meshwright.spec import ServingError
 # shard announced, as in Symphony; otherwise it is free when the driver says so. Own cells: for each queue the end of
 # its window, when its first request is due, and whether it has been granted a device.
 
-# Columns of own cells, with a cell for each queue.
+# Columns of the policy's own cells, with a cell for each queue.
 _WINDOW_END, _DUE, _IS_GRANTED = range(3)
 CELLS_OF_QUEUE = 3
 
