@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from meshwright.capture.graph_walk import FlatTrace
 
 
-# Ops with a graph inside, as those under `torch.no_grad` in a model: runnable beside ops that a graph alone tells.
+# Ops with a graph inside, as those under `torch.no_grad` in a model: they run between ops that the graph describes.
 #
 # A graph keeps only a hash of what stands in such an op (a table of rotary positions, say), so its module is a part of
 # the captured model.

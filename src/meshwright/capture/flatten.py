@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #
 # A region is what stands between the marks of one traced block. The two traced blocks of a group are equal if they run
 # the same operators on the same local numbering of values, with the same attributes inside the block and the same ones
-# outside. A block that reads a value from outside, beside its arguments and sizes, or whose buffers are written
+# outside. A block that reads a value from outside, besides its arguments and sizes, or whose buffers are written
 # elsewhere, is not repeated.
 
 aten = torch.ops.aten

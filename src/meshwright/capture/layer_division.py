@@ -18,7 +18,7 @@ from torch import nn
 #
 # The tree is opened from the root: lists (ModuleList, Sequential, ModuleDict) always, other modules if they hold a list
 # and are not themselves elements. A **unit** is where opening ends. It is an **element** if a list holds it, or if
-# siblings of the same class stand beside it (a list written by hand) and it holds no list of blocks itself, as the
+# siblings of the same class stand next to it (a list written by hand) and it holds no list of blocks itself, as the
 # encoder and the decoder of a T5 do.
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -137,7 +137,7 @@ def print_tables(*renderables: Any) -> None:
 
 
 def grid_width(num_ranks: int) -> int:
-    """Columns of a schedule's picture that fit beside the names of the ranks."""
+    """Columns of a schedule's picture that fit next to the names of the ranks."""
     return max(20, PlainConsole().width - len(f"rank {num_ranks - 1} "))
 
 

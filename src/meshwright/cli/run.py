@@ -135,7 +135,7 @@ def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
 
 
 def judge(job: Job, result: RunResult, measurements: Path | None) -> Outcome | None:
-    """The measured steps beside their prediction; None for placements."""
+    """The measured steps and their prediction; None for placements."""
     from meshwright.training import judge_run
 
     document = job.read_plan()

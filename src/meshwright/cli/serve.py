@@ -256,7 +256,7 @@ def _post(url: str, path: str, token_file: Path | None) -> Any:
     return document
 
 
-# The most seconds that the server needs beside the recording itself.
+# The most seconds that the server needs in addition to the recording itself.
 _PATIENCE_S = 60.0
 # As for other traces: a higher level takes longer and saves little.
 _LEVEL = 3

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.validation.sets import DataSet
 
 
-# ``meshwright validate --published``: published training runs beside the predictions of ``plan``.
+# ``meshwright validate --published``: published training runs compared with the predictions of ``plan``.
 
 
 def read_request(words: Sequence[str]) -> PlanRequest:
@@ -121,7 +121,7 @@ def validate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score predictions on public measurements: rows left out, ours beside the baselines, errors in per cent.
+    """Score predictions on public measurements: rows left out, ours compared with the baselines, errors in per cent.
 
     The exit code is 0 whether targets are met or not; `--json` says which are.
     """

@@ -222,7 +222,7 @@ def _as_fields(link: Link) -> dict[str, float]:
 _SOURCE = "Written by `meshwright measure --cluster`; the comments say where each figure comes from."
 
 
-# A cluster as TOML with a comment beside each figure. The text is read back and compared before it is saved.
+# A cluster as TOML with a comment next to each figure. The text is read back and compared before it is saved.
 
 
 def cluster_toml(described: Described, heading: str) -> str:

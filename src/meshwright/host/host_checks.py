@@ -87,7 +87,7 @@ def check_limits(host: Host) -> Iterator[Finding]:
 
 
 def check_numba_cache(host: Host) -> Iterator[Finding]:
-    """Check that numba can keep compiled loops: in NUMBA_CACHE_DIR, beside the sources, or in the user's cache folder.
+    """Check that numba can keep compiled loops: in NUMBA_CACHE_DIR, next to the sources, or in the user's cache folder.
 
     The order is numba's own (numba.core.caching: UserProvided, InTree, UserWide).
     """

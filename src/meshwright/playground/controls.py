@@ -352,7 +352,7 @@ def scenario_cost(state: Controls, cost: CostModel) -> CostModel:
 
 
 def state_of_cluster(reference: str) -> tuple[Controls, dict[str, Cluster]]:
-    """The state on a cluster that a plan names, and the clusters to offer beside the shipped kinds.
+    """The state on a cluster that a plan names, and the clusters to offer besides the shipped kinds.
 
     Raises ClusterError for a reference that cannot be read.
     """

@@ -118,7 +118,7 @@ def impossible_data(state: Controls, message: str) -> Row:
 
 
 def pinned_data(answer: StateResult, pinned: StateResult) -> Row:
-    """The pinned state beside the shown one."""
+    """The pinned state next to the shown one."""
     return {
         "query": to_query(pinned.state),
         "words": summarise(pinned.plan),
@@ -200,7 +200,7 @@ class Service:
         self._start = start
         self._turns = Turns()
         self._searches = Searches(bench, self._turns.lock)
-        # Intervals are computed beside the answers, one at a time.
+        # Intervals are computed in parallel with the answers, one at a time.
         self._weighing = threading.Lock()
         self._files: dict[str, Callable[[StateResult], Reply]] = {
             "/plan.json": _plan_file,

@@ -151,7 +151,7 @@ def measure_pages(content: bytes, names: Collection[str]) -> tuple[int, int]:
     num_rows, unpacked = 0, 0
     for group in _get(footer, _GROUPS, list):
         rows = _get(group, _GROUP_ROWS, int)
-        # Columns are known by their place; the names beside them are not looked at.
+        # Columns are known by their place; the names next to them are not looked at.
         for name, column in zip(leaves, _get(group, _COLUMNS, list), strict=True):
             if name in names:
                 unpacked += _measure_column(content, name, _get(column, _FIGURES, dict), rows)

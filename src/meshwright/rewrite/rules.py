@@ -129,7 +129,7 @@ def parse_rules(document: dict[str, Any], place: str) -> list[Rule]:
     entries = document.get("rule")
     if set(document) - {"rule", "title", "about"} or not isinstance(entries, list) or not entries:
         raise RewriteError(
-            f"{place} has the keys {sorted(document)}; expected tables [[rule]], at least one, beside title and about."
+            f"{place} has the keys {sorted(document)}; expected tables [[rule]], at least one, besides title and about."
         )
     rules = []
     for number, entry in enumerate(entries, 1):

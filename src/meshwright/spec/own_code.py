@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
 
-# Modules beside a user's file: each file imports those of its own folder, as they are when it is loaded.
+# Modules next to a user's file: each file imports those of its own folder, as they are when it is loaded.
 #
 # Two folders may each have a ``helper.py``, and one folder may have another ``helper.py`` later. So such a module is in
 # `sys.modules` only while a file is loaded or called (`Folder.importable`); its importer keeps it, and an import in a

@@ -246,7 +246,7 @@ class _Builder:
         return self._call(f"{name}_join{len(self._modules)}", Join(places), tuple(pieces))
 
     def _returned(self, tensor: int) -> fx.Node:
-        """An output of the whole graph, put together beside the first part that makes some of it."""
+        """An output of the whole graph, put together with the first part that makes some of it."""
         whole = Read(tensor, (), tensor)
         made = self._made.get(tensor, [])
         name = part_name(made[0][0].layer, 0) if made else ""

@@ -186,7 +186,7 @@ def fit_shipped() -> ShippedCollectives:
 def score_shipped() -> tuple[Score, ...]:
     """Score each table by the model of the other tables of its kind of device, by kind and op.
 
-    Intervals come from the other kinds. Costs by datasheet are scored beside them.
+    Intervals come from the other kinds. Costs by datasheet are scored for comparison.
     """
     left_out = leave_tables_out()
     scores = []

@@ -39,7 +39,7 @@ def load_table(name: str) -> list[StepRow]:
 
 
 def load_graph(name: str) -> Graph:
-    """The graph of a measured model: one of the shipped ones, or of those beside the tables. DocumentError if none."""
+    """The graph of a measured model: one of the shipped ones, or of those next to the tables. DocumentError if none."""
     if name in shipped_graphs():
         return load_shipped_graph(name)
     source = _find(f"{name}{SUFFIX}")

@@ -39,7 +39,7 @@ Made on {date} by `{command}` with Python {python}, {packages}.
 
 
 def part_cells(scores: Sequence[Score]) -> list[list[str]]:
-    """Texts for `PART_HEADINGS`: one row per arm of ours, with the best baseline of the same part beside it.
+    """Texts for `PART_HEADINGS`: one row per arm of ours, with the best baseline of the same part next to it.
 
     Ours are the arms that give an interval or have a target; the best baseline is that of the smallest ``judged``.
     """

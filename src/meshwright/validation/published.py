@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-# Published runs beside predictions: as cells of a table, as plain rows, and as a page in Markdown.
+# Published runs and predictions: as cells of a table, as plain rows, and as a page in Markdown.
 
 HEADINGS = ("run", "GPUs", "published", "predicted", "80 %", "error", "inside")
 
@@ -43,7 +43,7 @@ figure, and what the command predicts.
 - **80 %** is the [interval](concepts/intervals.md) of the predicted step. An honest interval holds 8 of 10
   published figures; a wide one says that few of the costs behind it were measured on that kind of device.
 - A command says layout, batch, sequence length, precision, recompute and
-  [software](concepts/step-times.md#software). What a run has that no option can say stands beside it, as "not in the
+  [software](concepts/step-times.md#software). What a run has that no option expresses is listed with it, as "not in the
   command". The software `megatron` has one figure that is fitted on runs of vTrain: how fast its host is.
 
 Made on {date} by `{command}`.
@@ -154,7 +154,7 @@ def _with_values(words: Sequence[str]) -> list[str]:
 
 Unit = Literal["s", "tokens/s/GPU"]
 _COMMAND = ("meshwright", "plan")
-# Where the page finds the shape files; they ship beside the data.
+# Where the page finds the shape files; they ship with the data.
 SHAPES = "examples/published/"
 
 

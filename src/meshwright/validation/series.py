@@ -12,7 +12,7 @@ on other meshes).
 Collectives are said by the `CollectiveModel` that users get, fitted on the training rows of the fold and asked with
 place, bytes, dtype and number of groups at once; products by its interpolation alone. Nothing of it is chosen on scored
 rows: the parameters of each fold are those that serve keys left out of its training rows best
-(`meshwright.cost.collectives.kriging`). The same model asked without dtype and groups is an arm beside it.
+(`meshwright.cost.collectives.kriging`). The same model asked without dtype and groups is another arm.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _score_op(op: str, table: SeriesTable, chosen: Sequence[int]) -> list[Score]
 
 
 def _straight(size: float, sizes: Floats, seconds: Floats) -> float:
-    """Seconds on the straight line through the two sizes beside one, or through the last two before it."""
+    """Seconds on the straight line through the two sizes next to one, or through the last two before it."""
     order = np.argsort(sizes)
     if len(order) == 1:
         return float(seconds[0])

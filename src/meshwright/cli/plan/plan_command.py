@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from meshwright.spec import Cluster, EventSink, Graph, Placement, Plan
 
 
-# What ``meshwright plan --method flexflow`` finds beside plans: a strategy of the SOAP space, as a placement.
+# What ``meshwright plan --method flexflow`` finds besides plans: a strategy of the SOAP space, as a placement.
 
 # Simulated proposals without a deadline.
 NUM_PROPOSALS = 10_000

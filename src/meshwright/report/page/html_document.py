@@ -34,7 +34,7 @@ from meshwright.spec import Cluster, DocumentError, Graph, Plan, Timeline, write
 
 # A page document as one HTML file that needs nothing else: no network, no library, no second file.
 #
-# Pictures are drawn by Meshwright's own code (about 90 kB of JavaScript, ``*.js`` beside this module) on canvas and
+# Pictures are drawn by Meshwright's own code (about 90 kB of JavaScript, ``*.js`` next to this module) on canvas and
 # SVG: plotly, the usual choice, is larger by itself than a whole report may be (its bundle exceeds 2 MB).
 #
 # A hostile name does no harm: the document is in a data block in which ``<``, ``>`` and ``&`` are written as escapes,

@@ -238,7 +238,7 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
     if plan.offload.activations == "host":
         items.append(
             Unsaid(
-                what="activations that are copied beside what the device computes, and those outside of blocks",
+                what="activations that are copied while the device computes, and those outside of blocks",
                 reason="DeepSpeed computes on when a block's inputs are copied, and copies nothing else",
             )
         )

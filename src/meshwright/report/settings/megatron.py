@@ -145,7 +145,7 @@ def _exchange(facts: RegularPlan) -> dict[str, Any]:
     if facts.is_hybrid:
         values["--num-distributed-optimizer-instances"] = facts.num_groups
     if offload.optimizer == "host":
-        # The first needs the second (megatron/training/arguments.py); the third copies beside steps, as the plan does.
+        # The first needs the second (megatron/training/arguments.py); the third copies during steps, as the plan does.
         values |= {
             "--optimizer-cpu-offload": True,
             "--use-precision-aware-optimizer": True,
@@ -282,7 +282,7 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
     if facts.zero == 2:
         items.append(
             Unsaid(
-                what="parameters gathered beside every forward",
+                what="parameters gathered during every forward",
                 reason="with optim_grads Megatron-FSDP keeps them whole and gathers them once per step",
             )
         )

@@ -81,7 +81,7 @@ def _conv(padding: str) -> OperatorStep:
 def usual_domain(*more: OperatorStep, **sizes: int) -> Domain:
     """The domain of the shipped rules: 19 operators over matrices, a number, images and kernels.
 
-    ``more``: steps beside the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width;
+    ``more``: steps besides the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width;
     missing ones have the usual values.
     """
     numbers = {"m": 2, "k": 3, "n": 5, "c": 3, "h": 4, **sizes}

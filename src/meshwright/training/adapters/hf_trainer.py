@@ -34,7 +34,7 @@ from meshwright.training.adapters.shared import (
 )
 from meshwright.training.trainer import Trainer, prepare
 
-# The folder beside the model in a checkpoint of transformers.
+# The folder next to the model in a checkpoint of transformers.
 _FOLDER = "meshwright"
 # Labels that are ignored in the loss, as everywhere in transformers.
 _IGNORED = -100
@@ -51,8 +51,8 @@ def trainer_step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[torch.n
         batch: an example of the data collator's output, with labels; the batch is dim 0.
 
     Returns:
-        A module that computes the loss as Trainer does, and its inputs, with counts of labels beside the batch if the
-        model takes them.
+        A module that computes the loss as Trainer does, and its inputs, with counts of labels in addition to the batch
+        if the model takes them.
     """
     model.train()
     if getattr(model, "config", None) is not None:

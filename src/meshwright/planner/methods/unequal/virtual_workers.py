@@ -14,7 +14,7 @@ the long run a wave takes all workers as long as the slowest
 
     wave = n · max over workers of max over devices (t + x + o)           n minibatches of each worker
 
-and the sums of the wave run beside the next minibatches, if D is at least 1.
+and the sums of the wave run during the next minibatches, if D is at least 1.
 
 A plan has the same cuts for all replicas, so only equal distribution is one: stage s has the s-th device of each
 worker, under the schedule `hetpipe`. For the others a plan would need cuts for each replica, and sums of
