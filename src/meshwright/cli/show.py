@@ -128,7 +128,7 @@ def _show_collectives(value: Any, document: str, estimating: CostRequest, as_jso
 
 
 def _read_ranks(text: str | None, cluster: Cluster) -> tuple[int, ...]:
-    """Ranks as ``0,1,2``; all without a text."""
+    """Ranks as ``0,1,2``; all without a string."""
     if text is None:
         return tuple(range(cluster.num_ranks))
     try:

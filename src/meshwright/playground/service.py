@@ -345,7 +345,7 @@ def _json(data: Mapping[str, Any]) -> Reply:
 def _text(data: Row, key: str) -> str:
     value = data.get(key)
     if not isinstance(value, str) or len(value) > 10_000:
-        raise RefusedError(400, f"A request without a text {key!r} was sent; reload the page.")
+        raise RefusedError(400, f"A request without a string {key!r} was sent; reload the page.")
     return value
 
 

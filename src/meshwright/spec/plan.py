@@ -388,7 +388,7 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
 
 
 def unknown_schedule(name: str) -> PlanError:
-    """The error for a text that is neither the name of a schedule nor a reference to one."""
+    """The error for a string that is neither the name of a schedule nor a reference to one."""
     return PlanError(
         f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give the name of one, or your own as "
         "path/to/file.py:function or path/to/orders.csv."

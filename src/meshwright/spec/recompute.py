@@ -275,7 +275,7 @@ def name_recompute(graph: Graph, again: Recompute) -> str:
 
 
 def words_in_layers(text: str) -> tuple[str, ...]:
-    """The distinct words for layers in a text; empty if the text has another form."""
+    """The distinct words for layers in a string; empty if the string has another form."""
     if _LAYERS.fullmatch(text) or _EVERY.fullmatch(text):
         return ("full",)
     return (
@@ -289,7 +289,7 @@ def is_alike(text: str) -> bool:
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words for stages in a text, and the word for stages that it may leave out; else the text alone."""
+    """The words for stages in a string, and the word for stages that it may leave out; else the string alone."""
     if not is_by_stage(text):
         return (text,)
     return tuple(dict.fromkeys((*(part[0] for part in _parts_by_stage(text)), "none")))
@@ -301,12 +301,12 @@ def is_by_stage(text: str) -> bool:
 
 
 def num_named_stages(text: str) -> int:
-    """The number of stages that a plan needs so that all stages named in a text exist."""
+    """The number of stages that a plan needs so that all stages named in a string exist."""
     return max(stop for _, _, stop in _parts_by_stage(text))
 
 
 def word_of_first(text: str) -> str:
-    """The word of the first stage named in a text with words for stages; any other text is returned unchanged."""
+    """The word of the first stage named in a string with words for stages; any other string is returned unchanged."""
     return min(_parts_by_stage(text), key=lambda part: part[1])[0] if is_by_stage(text) else text
 
 

@@ -39,7 +39,7 @@ Made on {date} by `{command}` with Python {python}, {packages}.
 
 
 def part_cells(scores: Sequence[Score]) -> list[list[str]]:
-    """Texts for `PART_HEADINGS`: one row per arm of ours, with the best baseline of the same part next to it.
+    """Strings for `PART_HEADINGS`: one row per arm of ours, with the best baseline of the same part next to it.
 
     Ours are the arms that give an interval or have a target; the best baseline is that of the smallest ``judged``.
     """
@@ -59,7 +59,7 @@ def part_cells(scores: Sequence[Score]) -> list[list[str]]:
 
 
 def score_cells(scores: Sequence[Score]) -> list[list[str]]:
-    """Texts for `SCORE_HEADINGS`: a line that names the part, then one for each arm."""
+    """Strings for `SCORE_HEADINGS`: a line that names the part, then one for each arm."""
     cells: list[list[str]] = []
     before, notes = None, list_notes(scores)
     for row in tabulate_scores(scores):

@@ -54,7 +54,7 @@ COMMAND = "meshwright validate --published --out docs/published.md"
 
 
 def cells(compared: Sequence[Compared]) -> list[list[str]]:
-    """Texts for `HEADINGS`: one row per run, all times of one step."""
+    """Strings for `HEADINGS`: one row per run, all times of one step."""
     return [
         [
             item.run.title,

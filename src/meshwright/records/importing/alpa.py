@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# A stranger's pickle as plain data: numbers, texts, tuples, lists, mappings and objects of the classes that are named.
+# A stranger's pickle as plain data: numbers, strings, tuples, lists, mappings and objects of the named classes.
 #
 # The opcodes are interpreted here, over a list of those that build data; Python's own unpickler is never called,
 # nothing is imported and nothing is run. A name of a module is only a `GlobalName`; what may be made from one is
@@ -177,7 +177,7 @@ class _Machine:
         self._stack[-1].items.extend(zip(items[::2], items[1::2], strict=True))
 
     def stack_global(self) -> None:
-        """A global named by two texts."""
+        """A global named by two strings."""
         last, first = self.pop(), self.pop()
         if type(first) is not str or type(last) is not str:
             raise ValueError("no names")

@@ -172,7 +172,7 @@ def _columns(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# The columns of these tables that hold numbers; in a CSV, they are texts too.
+# The columns of these tables that hold numbers; in a CSV, they are strings, too.
 NUMBERS = _columns(
     "m n k batch_size isl step num_heads num_key_value_heads head_dim window_size num_gpus message_size n_gpus "
     "size_bytes latency out_of_place_time_us"

@@ -134,7 +134,7 @@ _USUAL_ATTRIBUTES = {"axis": ("0", "1"), "keep": ("False",), "order": ("(1, 0)",
 def steps_for(name: str, attributes: Mapping[str, str] | None = None) -> list[OperatorStep]:
     """The steps of a declared operator over matrices (elementwise operators: over their usual tensors).
 
-    ``attributes``: texts of attributes that have no usual values. Raises RewriteError for an undeclared operator, and
+    ``attributes``: strings of attributes that have no usual values. Raises RewriteError for an undeclared operator, and
     for attributes that are missing or unknown.
     """
     if name not in OPERATORS:
