@@ -61,7 +61,8 @@ def measure(
     repeats: Annotated[
         int | None,
         typer.Option(
-            help="Repetitions, of which the median counts. By default 10, with --batches 100 (about a minute).", min=1
+            help="Repetitions, of which the middle ones count. By default 10, with --batches 100 (about a minute).",
+            min=1,
         ),
     ] = None,
     sequence_length: SequenceOption = None,

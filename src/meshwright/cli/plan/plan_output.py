@@ -59,7 +59,7 @@ def place_ops(request: PlanRequest) -> None:
     if request.out is not None:
         if request.out.suffix != ".json":
             raise PlanError(
-                f"--out {request.out}: a placement is written to a file that ends in .json. Give such a file."
+                f"--out {request.out}: a placement is written to a file that ends in .json. Give a name that does."
             )
         refuse_replacing(request.out)
     machine = request.machine
