@@ -450,7 +450,7 @@ def test_no_number_of_devices_that_take_no_turns(serve):
     # A batch of one takes 6 of 8 ms.
     Path("served.toml").write_text(DEPLOYMENT.split('[[models]]\nname = "dog"')[0].replace("50 ms", "8 ms"))
     out = serve("--capacity")[1]
-    assert "if they do not, no number does." in " ".join(out.split())
+    assert "no number if not coordinated." in " ".join(out.split())
     assert facts(serve, "--capacity")["policies"][0]["uncoordinated_devices"] is None
 
 
