@@ -1,4 +1,4 @@
-"""What only a GPU can show: tests, steps beside plain PyTorch, predictions before and after measuring; in 8 minutes.
+"""What only a GPU can show: tests, steps against plain PyTorch, predictions before and after measuring; in 8 minutes.
 
     scripts/gpu_check.sh OUT [--device cpu] [--quick] [--seconds 480] [--only TEXT]
 

@@ -1,4 +1,4 @@
-"""04  Your own training loop on two processes, and what was predicted beside what was measured.
+"""04  Your own training loop on two processes, and the prediction compared with the measurement.
 
     python examples/04_train_and_compare.py
 

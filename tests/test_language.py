@@ -28,6 +28,15 @@ PHRASES = {
     r"\bso many\b": "'the given number of', or the name of the number",
     r"\bwhoever\b|\bWhoever\b": "the caller, the user or the process",
     r"\bof theirs\b|\bsuch ones\b": "the name of the things",
+    r"; repeat(?:\.| for\b| to\b)": "'May be given several times.'",
+    r"\bmost of it are\b": "'the largest part: …'",
+    r"\b[Aa]n own\b": "'your own', 'its own', 'a user's'",
+    r"\bin the mean\b(?!\.)": "'on average'",
+    r"\banew\b": "'again'",
+    r"\bcan say it\b": "'supports it'",
+    r"\b(?:lays|laid) experts out\b": "'has expert parallelism'",
+    r"\b(?:was|were) to be\b": "'cannot be …; expected …'",
+    r"\bshare states\b|\bshares states\b": "'shard states', unless all hold the same ones",
 }
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,4 +1,4 @@
-"""Draws docs/images/endless_schedules.svg: asynchronous schedules beside 1F1B, as the simulator times them.
+"""Draws docs/images/endless_schedules.svg: asynchronous schedules and 1F1B, as the simulator times them.
 
     python docs/pictures/endless_schedules.py
 

@@ -1,4 +1,4 @@
-"""Draws docs/images/hybrid.svg: which replicas share states with each other, and which sum, with a shard size.
+"""Draws docs/images/hybrid.svg: which replicas shard states among each other, and which sum, with a shard size.
 
     python docs/pictures/hybrid.py
 

@@ -37,7 +37,7 @@ def draw() -> str:
         up = scaled.series[np.searchsorted(scaled.series[:, 0], second, side="right") - 1, 1]
         for name, count in (
             ("that are up", float(up)),
-            ("that take turns", devices_for(served.line, served.slo, rate)),
+            ("that are staggered", devices_for(served.line, served.slo, rate)),
         ):
             rows.append({"seconds": second, "devices": name, "count": count})
     return draw_curves(rows, ["seconds", "devices"], "count", title="Devices over a day of ten minutes")

@@ -1,6 +1,6 @@
 """One decorator for the hot loops: numba in nopython mode, machine code cached on disk where that is possible.
 
-numba keeps the cache beside the source file, or in the user's cache folder if that place is not writable. If neither
+numba keeps the cache next to the source file, or in the user's cache folder if that place is not writable. If neither
 is writable (an installation owned by another user and no home folder), numba refuses to decorate at all; the loops are
 then compiled in each process. Four things are our own:
 

@@ -262,7 +262,7 @@ def test_measured_instead_of_predicted_is_chosen_for_every_picture(full):
     # Predicted owners add up to 2,000 bytes of 4,000; measured were 2,100, of which only the sum is known.
     timeline, schedule, memory = shown()
     assert (timeline.split()[0], schedule.split()[2]) == ("predicted", "predicted:")
-    assert memory.startswith("Predicted: fullest is rank 0 with 1.95 KiB of 3.91 KiB, most of it optimizer states.")
+    assert memory.startswith("Predicted: fullest is rank 0 with 1.95 KiB of 3.91 KiB, largest part: optimizer states.")
     assert page.find("#mw-memory canvas").is_displayed()
     choose(1)
     timeline, schedule, memory = shown()

@@ -29,8 +29,8 @@ def write_plan(folder, cluster, ranks):
     ("words", "said"),
     [
         ("--process 1", "give --dry, too"),
-        ("--dry --save-model m.pt", "trains nothing and takes no times"),
-        ("--dry --checkpoint kept", "trains nothing and takes no times"),
+        ("--dry --save-model m.pt", "trains nothing and measures no times"),
+        ("--dry --checkpoint kept", "trains nothing and measures no times"),
         ("--dry --steps 3 --check", "leave out --steps and --check"),
         ("--dry --record 3", "leave out --record"),
         ("--resume", "need a folder: give --checkpoint"),

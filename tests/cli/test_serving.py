@@ -78,7 +78,7 @@ def test_a_deployment_is_simulated_under_its_policy(serve):
     assert 0 < found["uncoordinated_scale"] < found["staggered_scale"]
     assert "policies" not in found
     _, out, _ = serve(code=0)
-    for words in ("symphony:", "cat", "dog", "requests per second in time", "if devices take turns"):
+    for words in ("symphony:", "cat", "dog", "requests per second in time", "if their batches are staggered"):
         assert words in out
 
 
@@ -366,7 +366,7 @@ def test_latencies_come_from_a_table(run):
         DEPLOYMENT.replace('latency = { alpha = "1 ms", beta = "5 ms", largest = 32 }', 'model = "gpt-tiny"')
     )
     _, _, err = run("simulate", "served.toml", code=1)
-    assert "Model 'cat' has no latency" in " ".join(err.split())
+    assert "Model 'cat' has no `latency`. Only a server measures it" in " ".join(err.split())
     write_document(
         Measurements(
             device="cpu",
@@ -436,7 +436,7 @@ def test_no_number_of_devices_that_take_no_turns(serve):
     # A batch of one takes 6 of 8 ms.
     Path("served.toml").write_text(DEPLOYMENT.split('[[models]]\nname = "dog"')[0].replace("50 ms", "8 ms"))
     out = serve("--capacity")[1]
-    assert "if they do not, no number does." in " ".join(out.split())
+    assert "no number if not coordinated." in " ".join(out.split())
     assert facts(serve, "--capacity")["policies"][0]["uncoordinated_devices"] is None
 
 

@@ -58,7 +58,7 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--expert", 2], "has none: no grouped product, and no batched product with a matrix per expert"),
+        (["--expert", 2], "has no experts: no grouped product, and no batched product with a matrix per expert"),
         (["--tensor", 2, "--placement", "head=expert:output1"], "axis, which has size 1"),
         (["--tensor", 2, "--placement", "head"], "expected OP=AXIS:inputN"),
         (["--tensor", 2, "--placement", "hed=tensor"], "did you mean 'head'"),
@@ -149,7 +149,7 @@ def test_experts_that_do_not_divide_are_refused_before_a_mixture_is_captured(run
         raise AssertionError("nothing is captured")
 
     monkeypatch.setattr("meshwright.cli.model_arguments.capture_reference", capture)
-    for size, words in ((3, "has 8 experts; expected a number that it divides"), (16, "fewer experts than ranks: 8")):
+    for size, words in ((3, "has 8 experts; expected a divisor of 8"), (16, "fewer experts than ranks: 8")):
         _, _, error = run("plan", path, "--cluster", "2x8xH100", "--expert", size, code=1)
         assert "num_local_experts" in error
         assert words in " ".join(error.split())

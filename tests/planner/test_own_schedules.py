@@ -114,7 +114,7 @@ def test_plans_that_an_own_schedule_cannot_order_are_left_out_and_told(mine):
     plans = search(mine, "picky", max_plans=4)
     assert {len(item.plan.stages) for item in plans.ranked} == {2}
     assert plans.refused
-    assert "cannot be taken" in plans.explain()
+    assert "cannot be used" in plans.explain()
     assert "ValueError: for two stages only" in plans.explain()
     with pytest.raises(ScheduleError, match="ValueError: for no plan"):
         search(mine, "never")

@@ -71,8 +71,8 @@ def test_bad_input_is_refused():
     graph, cluster = weighted_graph([10**8] * 4), cluster_of(4)
     for options, words in (
         ({"max_price_per_hour": 3.0}, "but no prices"),
-        ({"max_price_per_hour": float("nan"), "prices": TWO_EACH}, "positive amount of money"),
-        ({"max_price_per_hour": -1.0, "prices": TWO_EACH}, "positive amount of money"),
+        ({"max_price_per_hour": float("nan"), "prices": TWO_EACH}, "positive amount"),
+        ({"max_price_per_hour": -1.0, "prices": TWO_EACH}, "positive amount"),
         ({"max_price_per_hour": 1.0, "prices": TWO_EACH}, "cost 2 per hour"),
         ({"max_price_per_hour": 3.0, "prices": TWO_EACH, "num_devices": 4}, "cost 8 per hour"),
     ):

@@ -125,12 +125,12 @@ def test_rows_that_are_sorted_in_another_way_are_refused(change, words):
 
 
 def test_experts_that_the_ranks_do_not_divide_are_refused_with_their_module(graph):
-    with pytest.raises(PlanError, match="'1' has 8 experts; expected a number that it divides"):
+    with pytest.raises(PlanError, match="'1' has 8 experts; expected a divisor of 8"):
         shard_graph(graph, Sharding(expert=3))
     with pytest.raises(PlanError, match="'1' has fewer experts than ranks: 8"):
         shard_graph(graph, Sharding(expert=16))
     plain = capture_model(nn.Linear(4, 4), (torch.randn(2, 4),), mode="inference").graph
-    with pytest.raises(PlanError, match="has none: no grouped product"):
+    with pytest.raises(PlanError, match="has no experts: no grouped product"):
         shard_graph(plain, Sharding(expert=2))
 
 

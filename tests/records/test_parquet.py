@@ -40,12 +40,12 @@ def changed(path, change, **metadata):
         (lambda t: t.append_column("latency_ms", pa.array([1.0] * 3)), r"unknown or missing columns \(latency_ms\)"),
         (lambda t: t.drop_columns(["spread"]), r"unknown or missing columns \(spread\)"),
         (lambda t: t.append_column("op", t.column("op")), "a column twice"),
-        (lambda t: t.set_column(0, t.field(0).name, pa.array([1, 2, 3])), "not texts"),
+        (lambda t: t.set_column(0, t.field(0).name, pa.array([1, 2, 3])), "not strings"),
         (lambda t: t.set_column(10, "seconds", pa.array(["a", "b", "c"])), "not float64"),
         (lambda t: t.set_column(10, "seconds", pa.array([1.0, None, 3.0])), r"no number \(rows 1\)"),
         (
             lambda t: t.set_column(10, "seconds", pa.array([[1.0], [2.0], [3.0]])),
-            "holds list<.*expected texts or numbers",
+            "holds list<.*expected strings or numbers",
         ),
         (lambda t: t.set_column(10, "seconds", pa.array([1.0, -2.0, 3.0])), r"negative seconds \(rows 1\)"),
     ],
@@ -221,8 +221,8 @@ def test_small_files_that_stand_for_gigabytes_are_refused_in_little_memory(tmp_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     told = done.stdout.splitlines()
-    assert "column 'source' holds binary; expected texts or numbers" in told[0]
-    assert "column 'source' holds string_view; expected texts or numbers" in told[1]
+    assert "column 'source' holds binary; expected strings or numbers" in told[0]
+    assert "column 'source' holds string_view; expected strings or numbers" in told[1]
     assert "an encoding by which a page may unpack to any size" in told[2]
     assert "1088 rows that take 114" in told[3]
     assert told[4] == "3"

@@ -152,7 +152,7 @@ def test_odd_events_become_no_row(tmp_path, event):
 HUGE = 10**400
 NO_TIME = "ops whose start or duration is negative or no number"
 ODD_KERNELS = "ops with a kernel whose duration is negative or no number"
-NOT_TENSORS = "ops with impossible inputs (negative sizes, invalid texts)"
+NOT_TENSORS = "ops with impossible inputs (negative sizes, invalid strings)"
 EMPTY = "ops on tensors without elements"
 
 

@@ -150,7 +150,7 @@ SAID = {
             "parallelism.data_parallel_shard_degree": 2,
             "parallelism.fsdp_reshard_after_forward": "always",
         },
-        "deepspeed": "refuses ZeRO 2 and 3. Plan with --zero 1, or --stages 1",
+        "deepspeed": "does not support ZeRO 2 and 3. Plan with --zero 1, or --stages 1",
         "accelerate": "FSDP for one stage.*Plan with --zero 1, or --stages 1",
     },
     "states on the host": {
@@ -330,10 +330,10 @@ def test_what_stands_in_the_script_is_to_be_filled_in(system, plan, words):
         ("torchtitan", split_of(WIDE, tensor=2, sequence_parallel=True, regather=True), "torchtitan keeps them whole"),
         ("megatron", split_of(WIDE, zero=1, context=2), "Megatron-LM shares them among the ranks of this axis"),
         ("accelerate", split_of(WIDE, zero=2, context=2), "accelerate shares them among the ranks of this axis"),
-        ("torchtitan", split_of(WIDE, context=2), "always shares them out by FSDP2 there"),
+        ("torchtitan", split_of(WIDE, context=2), "always shards them by FSDP2 there"),
         ("torchtitan", split_of(WIDE, context=2), "torchtitan gathers them"),
-        ("torchtitan", experts_of(WIDE, expert=2), "shares it out by FSDP2 among them"),
-        ("megatron", experts_of(WIDE, expert=2, zero=1), "shares its states among these ranks, too"),
+        ("torchtitan", experts_of(WIDE, expert=2), "shards it by FSDP2 among them"),
+        ("megatron", experts_of(WIDE, expert=2, zero=1), "shards its states among these ranks, too"),
         ("accelerate", split_of(WIDE, context=2, context_method="all_gather"), "sends them round a ring"),
         ("megatron", split_of(WIDE, zero=2), "keeps them whole and gathers them once per step"),
         ("deepspeed", split_of(WIDE, zero=2), "keeps parameters whole and gathers them once per step"),
@@ -442,7 +442,7 @@ def test_groups_of_replicas_that_share_states():
 def test_groups_of_replicas_that_share_states_of_the_optimizer_alone():
     plan = split_of(plan_of([(0, 17), (17, 34)], [range(4), range(4, 8)], count=16), zero=1, shard_size=2)
     assert export("megatron", plan).values["--num-distributed-optimizer-instances"] == 2
-    for system, words in (("deepspeed", "MiCS, with ZeRO 3 alone"), ("accelerate", "among all replicas")):
+    for system, words in (("deepspeed", "MiCS, with ZeRO 3 only"), ("accelerate", "among all replicas")):
         with pytest.raises(PlanError, match=words):
             export(system, plan)
 

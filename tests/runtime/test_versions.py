@@ -91,5 +91,5 @@ def test_an_update_under_a_microbatch_is_refused(part, module):
 def test_versions_that_are_not_there_are_refused(part):
     with pytest.raises(ProgramError, match=r"Version 1 of the weights is needed; available are \[0\]"):
         part(1, torch.ones(2))
-    with pytest.raises(ProgramError, match="Version 3 of the weights was to be kept"):
+    with pytest.raises(ProgramError, match="Version 3 of the weights cannot be kept; expected the newest"):
         part.stash(3)

@@ -234,7 +234,7 @@ REFUSED = {
     "class": (Decision(issues=(compute(0, 9),)), "got class 9 and route -1; the costs have classes 0 to 1"),
     "no time": (Decision(issues=message(0, 1, 0, 0)), "takes less than 1 ps on its links"),
     "past": (Decision(timers=(Timer(at_ps=-1),)), "was set at 0 ps; expected that moment or a later one"),
-    "watch": (Decision(watch=(0,)), "Instruction 0 was to be watched; the program's body has 0"),
+    "watch": (Decision(watch=(0,)), "Instruction 0 cannot be watched; expected one of the 0 of the program's body"),
     "member": (
         Decision(
             issues=(
@@ -302,7 +302,7 @@ def test_decisions_that_break_a_rule_are_refused(case):
 
 
 def test_what_cannot_be_controlled_is_refused():
-    with pytest.raises(ProgramError, match=r"The instructions \(0,\) were to be watched at 0 ps, when they may have"):
+    with pytest.raises(ProgramError, match=r"The instructions \(0,\) cannot be watched from 0 ps on, when they may"):
         run_script(1, [0, 1], Decision(timers=(Timer(at_ps=0),)), Decision(watch=(0,)))
     sums = tuple(
         Issue(rank=rank, stream="exchange", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1))
@@ -399,7 +399,7 @@ def test_what_is_returned_is_a_state_and_a_decision():
 def test_a_controller_that_never_ends_is_stopped(monkeypatch):
     monkeypatch.setattr(controlled, "MAX_UNROLLED", 10)
     endless = tuple(Decision(timers=(Timer(at_ps=0),)) for _ in range(20))
-    with pytest.raises(ProgramError, match="Let it come to an end"):
+    with pytest.raises(ProgramError, match="Make the controller stop earlier"):
         run_script(1, [0], *endless)
 
 
@@ -455,7 +455,7 @@ def test_what_has_not_begun_takes_no_time_when_it_is_abandoned():
 @pytest.mark.parametrize(
     ("abandon", "words"),
     [
-        ((2,), "Instruction 2 was to be abandoned; expected"),
+        ((2,), "Instruction 2 cannot be abandoned; expected"),
         ((7,), "Instruction 7"),
         (("x",), "expected a tuple of `int`"),
     ],

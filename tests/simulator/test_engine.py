@@ -135,7 +135,9 @@ def test_the_engine_needs_few_bytes_per_instruction():
 def test_more_waits_than_can_be_numbered(monkeypatch):
     monkeypatch.setattr("meshwright.simulator.unroll._MOST", 100)
     program, costs = random_program(0, 20)
-    with pytest.raises(ProgramError, match=r"\d+ instructions with \d+ waits were to be simulated; at most 99 of each"):
+    with pytest.raises(
+        ProgramError, match=r"\d+ instructions with \d+ waits cannot be simulated; expected at most 99 of each"
+    ):
         unroll(program, costs, 20)
 
 

@@ -105,7 +105,7 @@ def test_straight_lines_go_on_beyond_their_ends():
 def test_rows_that_are_left_out_are_counted():
     rows = load_records("v100")
     flagged = {op: count_flagged(rows.where(op=op)) for op in sorted(set(rows.op))}
-    assert flagged["matmul"] == "of 128 rows 82 are not in it: 2 no-op, 80 plateau"
+    assert flagged["matmul"] == "of 128 rows 82 are not scored: 2 no-op, 80 plateau"
     assert rows.has_flag("noop").sum() == 688
     assert rows.has_flag("plateau").sum() == 1115
 

@@ -33,7 +33,7 @@ def test_targets_are_reached():
     again = scores["peaks of ranks that recompute", "ours"]
     assert again.num_rows >= 20
     assert again.worst <= 4
-    sharing = scores["peaks of ranks that share states", "ours"]
+    sharing = scores["peaks of ranks that shard states", "ours"]
     assert sharing.num_rows >= 20
     assert sharing.worst <= 7
 
@@ -95,6 +95,6 @@ def test_what_training_needs_now_is_what_was_measured(place):
 
 def test_notes_without_what_simumax_predicts_are_named():
     row = {"id": "simumax-1", "notes": "nothing of it"}
-    with pytest.raises(MeasurementError, match="'simumax-1' was to say what SimuMax predicts"):
+    with pytest.raises(MeasurementError, match="Row 'simumax-1' lacks SimuMax's prediction; expected a number of GiB"):
         memory._simumax_gib(row)
     assert memory._simumax_gib({**row, "notes": "predicted 71.5 GiB"}) == 71.5

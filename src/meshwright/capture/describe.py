@@ -86,7 +86,7 @@ Division = Callable[[Sequence[Op], Sequence[Tensor], Sequence[fx.Node]], tuple[R
 
 
 def describe_trace(trace: FlatTrace, name: str, division: Division | dict[str, bool]) -> GraphWithTable:
-    """Describe the trace, with layers by the model's units or by an own division.
+    """Describe the trace, with layers by the model's units or by a user's division.
 
     Raises NotAffineError if the sizes do not follow the batch size affinely.
     """

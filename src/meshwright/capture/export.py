@@ -176,7 +176,7 @@ class ModelWithLoss(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _WholePlan:
-    """What `ModelWithLoss` needs beside its submodule (kept separately, so that the loss is not a submodule)."""
+    """What `ModelWithLoss` needs besides its submodule (kept separately, so that the loss is not a submodule)."""
 
     model: nn.Module
     loss: Callable[..., Any] | None

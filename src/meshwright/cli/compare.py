@@ -1,4 +1,4 @@
-"""``meshwright compare``: predicted beside measured."""
+"""``meshwright compare``: predicted and measured compared."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from meshwright.simulator import Contention, OwnOrder
     from meshwright.spec import Cluster, Graph
 
-_EXPECTED = "returns the order in which parts of gradients leave: function(parts)"
+_EXPECTED = "returns the order in which parts of gradients are sent: function(parts)"
 
 ExchangeOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Compare with another way of exchanging gradients: whole, priorities, sharded, hierarchical, servers, "
-        "all, or your own order: file.py:function; repeat.",
+        "all, or your own order: file.py:function. May be given several times.",
     ),
 ]
 
@@ -31,7 +31,7 @@ OwnExchangeOption = Annotated[
     str | None,
     typer.Option(
         "--exchange",
-        help="Your own order in which parts of the best plan's gradients leave: file.py:function.",
+        help="Your own order in which the parts of the best plan's gradients are sent: file.py:function.",
     ),
 ]
 

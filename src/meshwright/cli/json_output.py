@@ -192,7 +192,7 @@ OUTPUTS: dict[str, JsonDocument] = {
             "num_ops": "ops in the table",
             "op_spread_share": "median spread of an op's times",
             "num_optimizers": "optimizers in the table",
-            "overhead_s": "seconds that an instruction costs beside its ops",
+            "overhead_s": "seconds that an instruction costs in addition to its ops",
             "transfers": "a row per kind of transfer: sizes, latency, bandwidth",
             "batches": "a row per model: latency over batch size",
             "left_out": "on a GPU: ops that did not run, and why",
@@ -258,7 +258,7 @@ OUTPUTS: dict[str, JsonDocument] = {
         keys={
             "sets": "scores by data set; with --list, the sets",
             "runs": "with --published, a row per run: source, figure, command, prediction, error in per cent",
-            "left_out": "rows of an own table that were not scored, and why; with --published, runs left out",
+            "left_out": "rows of your own table that were not scored, and why; with --published, runs left out",
             "file": "the page that was written",
         },
     ),

@@ -42,7 +42,8 @@ VERBS = {
     ),
     "validate": (
         "meshwright.cli.validate:validate",
-        "Score predictions on public measurements: rows left out, ours beside the baselines, errors in per cent.",
+        "Score predictions on public measurements: rows left out, ours compared with the baselines, errors in per "
+        "cent.",
     ),
     "show": (
         "meshwright.cli.show:show",

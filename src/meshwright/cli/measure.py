@@ -52,14 +52,18 @@ def measure(
         ),
     ] = None,
     microbatch_size: Annotated[
-        list[int] | None, typer.Option("--microbatch-size", "-m", help="Samples per microbatch; repeat for several.")
+        list[int] | None,
+        typer.Option("--microbatch-size", "-m", help="Samples per microbatch. May be given several times."),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Processes that measure at the same time, as in the later run (2).", min=1)
     ] = None,
     repeats: Annotated[
         int | None,
-        typer.Option(help="Repetitions; the median counts (10; with --batches 100, in about a minute).", min=1),
+        typer.Option(
+            help="Repetitions, of which the middle ones count. By default 10, with --batches 100 (about a minute).",
+            min=1,
+        ),
     ] = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
@@ -71,7 +75,8 @@ def measure(
         list[Path] | None,
         typer.Option(
             "--from",
-            help="Take measurements from this file instead: a trace of torch's profiler, another tool's table; repeat.",
+            help="Take measurements from this file instead: a trace of torch's profiler, another tool's table. May be "
+            "given several times.",
         ),
     ] = None,
     device: Annotated[
@@ -85,8 +90,8 @@ def measure(
         list[str] | None,
         typer.Option(
             metavar="WORD",
-            help="On a GPU: types in which the model's ops are timed; repeat for several. By default that of plans for "
-            "the GPU: mixed where bfloat16 is fast, else float32.",
+            help="On a GPU: types in which the model's ops are timed. By default that of plans for the GPU: mixed "
+            "where bfloat16 is fast, else float32. May be given several times.",
         ),
     ] = None,
     device_table: Annotated[
@@ -99,8 +104,8 @@ def measure(
         bool,
         typer.Option(
             "--links",
-            help="Time every collective between --ranks processes instead, in under a minute; under torchrun between "
-            "its ranks, on several machines.",
+            help="Instead, time every collective between --ranks processes (under a minute); under torchrun, between "
+            "its ranks, also on several machines.",
         ),
     ] = False,
     calibrate: Annotated[
@@ -301,7 +306,7 @@ def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_js
     from meshwright.report import cluster_table
 
     if out.suffix not in (".toml", ".json"):
-        raise DocumentError(f"{out}: cluster files end in .toml or .json. Choose such a name.")
+        raise DocumentError(f"{out}: cluster files end in .toml or .json. Choose a name that does.")
     try:
         taken = out.exists()
     except OSError as error:  # a name that is too long, a folder that may not be read

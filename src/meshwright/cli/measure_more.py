@@ -130,7 +130,7 @@ def measure_batches_table(
 
 
 def read_batch_sizes(text: str) -> list[int]:
-    """Return the batch sizes of a text, each once and ascending: ``1,2,4``, ``1..8``, ``1..64:7log``.
+    """Return the batch sizes of a string, each once and ascending: ``1,2,4``, ``1..8``, ``1..64:7log``.
 
     Raises ScenarioError for an invalid range, typer.BadParameter for a size that is not a whole number of at least 1.
     """

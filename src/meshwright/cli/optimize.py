@@ -39,16 +39,19 @@ def optimize_model(
     rules: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Also use the proved rules of this file (.toml, TASO's .pb, Unity's or a rule book .json); repeat."
+            help="Also use the proved rules of this file (.toml, TASO's .pb, Unity's or a rule book .json). May be "
+            "given several times."
         ),
     ] = None,
     unproved: Annotated[
-        list[str] | None, typer.Option(metavar="RULE", help="Use this rule of --rules without proof; repeat.")
+        list[str] | None,
+        typer.Option(metavar="RULE", help="Use this rule of --rules without proof. May be given several times."),
     ] = None,
     special: Annotated[
         Literal["same", "kept", "ignored"],
         typer.Option(
-            help="What must be preserved of NaN and infinity: everything; that a value is not finite; nothing."
+            help="Which NaN and infinity the result must preserve. same: exactly the same values; kept: non-finite "
+            "values in the same places; ignored: no guarantee."
         ),
     ] = "kept",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads that torch computes with.")] = 1,
@@ -127,13 +130,16 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
             verdict = verify(rule, num_sizes=2)
             if verdict.status != "proved":
                 raise RewriteError(
-                    f"The rule {rule.name!r} of {path} is {verdict.status}, not proved: {verdict.why}. Mend it, leave "
-                    f"it out, or use it without proof: --unproved {rule.name!r}."
+                    f"The rule {rule.name!r} of {path} is {verdict.status}, not proved: {verdict.why}. Correct it, "
+                    f"leave it out, or use it without proof: --unproved {rule.name!r}."
                 )
             ranks = tuple(tuple(each[name] for name in rule.names) for each in verdict.proof.ranks)
             entries.append(BookRule(rule=rule, ranks=ranks, special=special_numbers(rule)))
     if missing:
-        raise RewriteError(f"No file of --rules has the rule {sorted(missing)[0]!r} of --unproved.")
+        raise RewriteError(
+            f"--unproved names the rule {sorted(missing)[0]!r}, but no file of --rules has it. Correct the name, or "
+            "give the file that has it."
+        )
     return guide(entries, special)
 
 
@@ -221,12 +227,16 @@ def generate(
     op: Annotated[
         list[str] | None,
         typer.Option(
-            help="Rules about this operator only, beside the usual ones: a declared one, or your own, "
-            "file.py:function; repeat."
+            help="Find only rules in which this operator occurs, together with the usual operators. A declared "
+            "operator, or your own: file.py:function. May be given several times."
         ),
     ] = None,
     attribute: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An attribute of --op without a usual value; repeat.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Value of an attribute of --op that has no default. May be given several times.",
+        ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, max=256, help="Processes that prove rules in parallel.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random values that terms are compared on.")] = 0,

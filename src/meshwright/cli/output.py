@@ -68,7 +68,7 @@ _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 class PlainConsole(Console):
-    """Prints control characters of texts as escapes."""
+    """Prints control characters of strings as escapes."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a string as text, escaped before its width is measured, so that columns fit what is printed."""

@@ -108,7 +108,7 @@ def choose_precision(
 
     Schedules that run no master weights are planned in amp by default.
 
-    Raises typer.BadParameter for gradients of a type that the precision does not have, for TF32 beside a precision
+    Raises typer.BadParameter for gradients of a type that the precision does not have, for TF32 with a precision
     that multiplies in another type, and for a precision that a GPU has no arithmetic for.
     """
     if tf32:

@@ -74,7 +74,7 @@ class CommandRequest:
         return next(iter(self.FORMS))
 
     def check(self) -> None:
-        """Raise typer.BadParameter for the first option that has no effect beside the others."""
+        """Raise typer.BadParameter for the first option that has no effect together with the others."""
         for option in options_of(type(self)).values():
             if option.name in self.given and (why := self.objection(option)):
                 raise typer.BadParameter(f"{option.name} has no effect {why}.")

@@ -70,7 +70,7 @@ _OF_DRY_RUNS = frozenset(
 def check_options(given: Sequence[str]) -> None:
     """Raise BadParameter for options that contradict each other."""
     if "--dry" in given and (lost := [name for name in given if name not in _OF_DRY_RUNS]):
-        raise typer.BadParameter(f"--dry trains nothing and takes no times: leave out {' and '.join(lost)}.")
+        raise typer.BadParameter(f"--dry trains nothing and measures no times: leave out {' and '.join(lost)}.")
     if "--process" in given and "--dry" not in given:
         raise typer.BadParameter("--process chooses the process that --dry runs; give --dry, too.")
     if "--calibrate" in given and "--measurements" not in given:
@@ -222,7 +222,12 @@ def run(
         str | None,
         typer.Option(help="Under an asynchronous schedule: predict weights, or discount learning rates."),
     ] = None,
-    repair_fade: Annotated[int, typer.Option(help="Updates over which a discount fades; 0: it stays.", min=0)] = 0,
+    repair_fade: Annotated[
+        int,
+        typer.Option(
+            help="Number of updates after which the discount has faded to nothing; 0: it does not fade.", min=0
+        ),
+    ] = 0,
     clip_norm: Annotated[
         float | None, typer.Option(help="The largest norm of all gradients together.", min=0.0)
     ] = None,
@@ -253,7 +258,10 @@ def run(
         Path | None, typer.Option(help="Write loss and samples/s as TensorBoard scalars to this folder.")
     ] = None,
     prometheus: Annotated[
-        int | None, typer.Option(help="Serve them for Prometheus on this port of the loopback.", min=0, max=65535)
+        int | None,
+        typer.Option(
+            help="Serve loss and samples/s for Prometheus at this port of the loopback interface.", min=0, max=65535
+        ),
     ] = None,
     record: Annotated[
         str | None, typer.Option(help="Steps in the timeline, as 7 or 3-5; by default the last five.")

@@ -189,10 +189,12 @@ _MOST_BYTES = 2**24
 def models(
     url: Annotated[str, typer.Argument(metavar="ADMIN-URL", help="The server's admin address: http://127.0.0.1:8002.")],
     load: Annotated[
-        list[str] | None, typer.Option(help="Load a model as it is in the deployment's file now. Can be repeated.")
+        list[str] | None,
+        typer.Option(help="Load a model as it is in the deployment's file now. May be given several times."),
     ] = None,
     unload: Annotated[
-        list[str] | None, typer.Option(help="Unload a model after its queued requests are answered. Can be repeated.")
+        list[str] | None,
+        typer.Option(help="Unload a model after its queued requests are answered. May be given several times."),
     ] = None,
     update: Annotated[
         bool, typer.Option("--update", help="Serve exactly the models that the deployment's file has now.")
@@ -250,7 +252,7 @@ def _post(url: str, path: str, token_file: Path | None) -> Any:
     return document
 
 
-# The most seconds that the server needs beside the recording itself.
+# The most seconds that the server needs in addition to the recording itself.
 _PATIENCE_S = 60.0
 # As for other traces: a higher level takes longer and saves little.
 _LEVEL = 3

@@ -125,7 +125,7 @@ def _show_collectives(value: Any, document: str, estimating: CostRequest, as_jso
 
 
 def _read_ranks(text: str | None, cluster: Cluster) -> tuple[int, ...]:
-    """Ranks as ``0,1,2``; all without a text."""
+    """Ranks as ``0,1,2``; all without a string."""
     if text is None:
         return tuple(range(cluster.num_ranks))
     try:
@@ -219,14 +219,15 @@ def show(
     system: Annotated[
         System | None,
         typer.Option(
-            "--as", help="Write a plan as settings of this system, or its orders (torch-csv), and what they cannot say."
+            "--as",
+            help="Write a plan as settings of this system, or its orders (torch-csv), and what they cannot express.",
         ),
     ] = None,
     graph: Annotated[
         Path | None,
         typer.Option(
-            help="The captured graph (.json) of a plan, for --program, --as and --play: nothing is executed that only "
-            "the plan names, so a plan of a .py model needs it."
+            help="The captured graph (.json) of a plan, for --program, --as and --play. Needed if the plan's model is "
+            "a .py file, because `show` does not execute a file that only the plan names."
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -238,7 +239,11 @@ def show(
     ] = 0,
     html: HtmlOption = None,
     open_browser: Annotated[
-        bool, typer.Option("--open", help="Open the page of --play or --html in the browser; alone, a temporary one.")
+        bool,
+        typer.Option(
+            "--open",
+            help="Open the page of --play or --html in the browser; without both, a temporary page is written.",
+        ),
     ] = False,
 ) -> None:
     """Show the contents of a document: in tables, as JSON, or on a page to play with."""

@@ -59,7 +59,7 @@ def show_published(names: Sequence[str], out: Path | None, as_json: bool) -> Non
     from meshwright.validation.published import compare_runs, load_runs, published_page, rows
 
     if out is not None and (names or out.suffix != ".md"):
-        raise DocumentError(f"{out}: the page holds all published runs, in Markdown (.md). Give no names beside --out.")
+        raise DocumentError(f"{out}: the page holds all published runs, in Markdown (.md). Give no names with --out.")
     runs = load_runs()
     chosen = runs.named(names)
     compared: list[Compared] = []
@@ -95,11 +95,11 @@ def validate(
         list[str] | None,
         typer.Argument(
             metavar="[SET]...",
-            help="Data sets to score; all without one. After --steps: your table; after --published: names of runs.",
+            help="Data sets to score; by default all. After --steps: your table; after --published: names of runs.",
         ),
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Name the data sets; score nothing.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Score only parts of the sets that take long.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the data sets and score nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Score only a part of each data set that takes long.")] = False,
     steps: Annotated[
         bool,
         typer.Option(
@@ -112,7 +112,8 @@ def validate(
         bool,
         typer.Option(
             "--published",
-            help="Compare published training runs with the predictions of `plan`, each with its command; two minutes.",
+            help="Compare published training runs with the predictions of `plan`, each with its command; takes about "
+            "two minutes.",
         ),
     ] = False,
     out: Annotated[
@@ -120,7 +121,7 @@ def validate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score predictions on public measurements: rows left out, ours beside the baselines, errors in per cent.
+    """Score predictions on public measurements: rows left out, ours compared with the baselines, errors in per cent.
 
     The exit code is 0 whether targets are met or not; `--json` says which are.
     """

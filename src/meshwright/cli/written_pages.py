@@ -18,7 +18,7 @@ HtmlOption = Annotated[
     Path | None, typer.Option("--html", help="Write one page with pictures to this file (.html); it needs no network.")
 ]
 OpenOption = Annotated[
-    bool, typer.Option("--open", help="Open the page in the browser; without --html, a temporary one.")
+    bool, typer.Option("--open", help="Open the page in the browser; without --html, a temporary page is written.")
 ]
 
 
@@ -28,7 +28,7 @@ def page_path(html: Path | None, open_browser: bool, name: str) -> Path | None:
     Raises DocumentError for a name that does not end in .html.
     """
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
-        raise DocumentError(f"--html {html}: a page is a file that ends in .html. Give such a name.")
+        raise DocumentError(f"--html {html}: a page is a file that ends in .html. Give a name that does.")
     if html is None and open_browser:
         return Path(tempfile.mkdtemp(prefix="meshwright-")) / f"{name}.html"
     return html

@@ -96,6 +96,6 @@ class HostCosts:
         node, parts = self._node(rank)
         if node.nvme is None:
             raise ClusterError(
-                f"Node {node.name!r} has no drives, but states were to be kept there. Write nvme into the cluster file."
+                f"Node {node.name!r} has no drives, so states cannot be kept there. Write nvme into the cluster file."
             )
         return node.nvme, parts

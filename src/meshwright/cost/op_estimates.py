@@ -9,7 +9,7 @@
 
 "The same op" is decided by the key: an entry belongs to batch size n exactly if ``op_key(graph, op, n)`` equals it. The
 intervals hold measured / predicted of four out of five ops, forward and backward, of the models in `validation.cpu_ops`
-that are not scored: each op against its time in another model, between or beside other batch sizes, or against its
+that are not scored: each op against its time in another model, between or next to other batch sizes, or against its
 roofline. Rooflines of GPUs have their own interval: no element-wise op or norm was measured on a GPU, so it is that of
 memory-bound products and their rooflines (`validation.kernels`, bfloat16), from the lowest 10 % to the highest 90 %
 quantile of A100, H100, H200 and L40S.
@@ -269,7 +269,7 @@ class OpTable:
         return RooflineSeconds(forward_s=entry.forward_issue_s, backward_s=entry.backward_issue_s, accumulate_s=0.0)
 
     def moved(self, move: Move) -> float | None:
-        """Return the seconds of a conversion or a sum beside an op; None if it was not measured."""
+        """Return the seconds of a conversion or a sum that belongs to an op; None if it was not measured."""
         curve = self._moved.get((move.read, move.written, move.adds))
         return None if curve is None else float(curve.at(np.array([move.elements], np.float64))[0])
 

@@ -3,7 +3,7 @@
     messages        w pairs (r·w + i, s·w + i), one for each place i in a team, all at once
     gradients       groups of places that differ only in the axes of the reduction (`summing_axes`), all groups at once:
                     for most parameters context and expert, for experts context
-    inside          the ranks of a mesh axis, beside all its groups that use the nodes of the first one; if nodes
+    inside          the ranks of a mesh axis, together with all its groups that use the nodes of the first one; if nodes
                     differ, the slowest
 
 Ring attention: with c ranks a rank computes c parts of its attention one after the other, while the keys and values of

@@ -84,7 +84,7 @@ def check_limits(host: Host) -> Iterator[Finding]:
 
 
 def check_numba_cache(host: Host) -> Iterator[Finding]:
-    """Check that numba can keep compiled loops: in NUMBA_CACHE_DIR, beside the sources, or in the user's cache folder.
+    """Check that numba can keep compiled loops: in NUMBA_CACHE_DIR, next to the sources, or in the user's cache folder.
 
     The order is numba's own (numba.core.caching: UserProvided, InTree, UserWide).
     """
@@ -102,7 +102,7 @@ def check_numba_cache(host: Host) -> Iterator[Finding]:
         found = f"NUMBA_CACHE_DIR={given} cannot be written to"
     else:
         found = f"none of {', '.join(map(str, places))} can be written to"
-    used = f"{chosen} is used" if chosen else "loops are compiled anew in every process"
+    used = f"{chosen} is used" if chosen else "loops are compiled again in every process"
     yield Finding(area="limits", name="numba cache", found=f"{found}; {used}").amended(
         "note", "Set NUMBA_CACHE_DIR to a folder that you may write to.", "every-command-takes-some-seconds-longer"
     )

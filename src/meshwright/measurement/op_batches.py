@@ -85,7 +85,7 @@ def measure_batches(
 def _check(batch_sizes: Sequence[int], repeats: int) -> None:
     if not batch_sizes or min(batch_sizes) < 1:
         raise MeasurementError(
-            f"Batches of {list(batch_sizes)} samples were given; expected sizes of at least 1. Give such sizes."
+            f"Batches of {list(batch_sizes)} samples were given; expected sizes of at least 1. Give other sizes."
         )
     if repeats < _MIN_REPEATS:
         raise MeasurementError(

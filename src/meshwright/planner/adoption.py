@@ -1,4 +1,4 @@
-"""Put a plan under another schedule: its ranks keep their order; its layers are cut anew if the schedule needs it.
+"""Put a plan under another schedule: its ranks keep their order; its layers are cut again if the schedule needs it.
 
 With p positions in line, of R ranks each, the layers are cut into S stages such that the slowest stage is as fast as
 possible. A stage's time is that of a microbatch's forward and backward on the first rank's device kind:
@@ -101,5 +101,5 @@ def _positions(plan: Plan) -> list[tuple[int, ...]]:
 def _impossible(schedule: str, found: str, expected: str) -> PlanError:
     return PlanError(
         f"The plan cannot follow the schedule {schedule}: {found}; expected {expected}. Choose another schedule, or "
-        "plan anew."
+        "plan again."
     )

@@ -16,7 +16,7 @@ from meshwright.planner.search_method import SearchState
 from meshwright.planner.space import Space
 from meshwright.spec import NoFeasiblePlanError, Offload, Plan, PlanError, Sharding, format_bytes, format_seconds
 from meshwright.spec.exchange import WAVES, ZeroStage
-from meshwright.spec.memory import BUCKETS, MEMORY_PARTS
+from meshwright.spec.memory import BUCKETS, MEMORY_PARTS, name_part
 from meshwright.spec.plan import name_stages
 from meshwright.spec.schedules import BASIC_SCHEDULES
 
@@ -60,7 +60,7 @@ def require_possible(problem: Problem) -> None:
     if problem.aim == "latency" and problem.workload.kind != "inference":
         raise PlanError(
             f"The least latency was requested for {problem.workload.kind}; expected inference, whose batches are "
-            "answered. Give such a workload, or aim at throughput."
+            "answered. Plan with --inference, or aim at throughput."
         )
     if problem.max_latency_s is not None and (problem.workload.kind != "inference" or not problem.max_latency_s > 0):
         raise PlanError(
@@ -127,7 +127,7 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
 
 
 def _stages_of_groups(space: Space) -> set[int]:
-    """Return the possible numbers of stages if each has one replica or whole groups of replicas that share states.
+    """Return the possible numbers of stages if each has one replica or whole groups of replicas that shard states.
 
     All ranks are used. At least one stage has a group; otherwise nothing would be sharded.
     """
@@ -165,8 +165,8 @@ def raise_infeasible(
     raise NothingFitsError(
         f"No plan fits into memory. The smallest one found, {item.plan.describe()}, needs "
         f"{format_bytes(item.reserved_bytes[rank])} on rank {rank} ({name_stages(item.plan, rank)}), which may reserve "
-        f"{format_bytes(item.memory_limit_bytes[rank])}: {format_bytes(item.excess_bytes)} too much; most of it are "
-        f"{item.memory_owner}. {_relaxation(problem, item, best_of)}{_sequence_hint(item)}",
+        f"{format_bytes(item.memory_limit_bytes[rank])}: {format_bytes(item.excess_bytes)} too much; the largest part: "
+        f"{name_part(item.memory_owner)}. {_relaxation(problem, item, best_of)}{_sequence_hint(item)}",
         nearest=item,
     )
 

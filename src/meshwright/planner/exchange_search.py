@@ -400,8 +400,8 @@ def follow_own_order(
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     if plan.exchange.zero:
         raise PlanError(
-            f"An own order was given for a plan with zero = {plan.exchange.zero}, which sums whole buckets; expected "
-            "plain all-reduces. Plan with --zero 0."
+            f"An order of your own was given for a plan with zero = {plan.exchange.zero}, which sums whole buckets; "
+            "expected plain all-reduces. Plan with --zero 0."
         )
     seen = form_teams(plan, graph, cluster, cost)
     _check_exchanges(seen.plan, seen.graph)
@@ -428,22 +428,22 @@ def cut_into_layers(plan: Plan, graph: Graph) -> Plan:
 def _check_exchanges(plan: Plan, graph: Graph) -> None:
     if plan.is_asynchronous:
         raise PlanError(
-            f"Exchanges were to be compared under the schedule {plan.schedule}, which is asynchronous; expected a "
+            f"Exchanges cannot be compared under the schedule {plan.schedule}, which is asynchronous; expected a "
             "synchronous one, such as 1f1b."
         )
     if plan.exchange.zero >= 2:
         raise PlanError(
-            f"Exchanges were to be compared for a plan with zero = {plan.exchange.zero}, whose gradients are scattered "
+            f"Exchanges cannot be compared for a plan with zero = {plan.exchange.zero}, whose gradients are scattered "
             "during the backward; expected zero 0 or 1. Plan with --zero 1, or without."
         )
     if plan.offload != ON_DEVICE:
         raise PlanError(
-            f"Exchanges were to be compared for a plan that keeps {plan.offload.describe()}, which not all of them "
+            f"Exchanges cannot be compared for a plan that keeps {plan.offload.describe()}, which not all of them "
             "support; expected everything on the devices. Plan without --offload."
         )
     if graph.mode != "training" or not gradient_buckets(graph, plan):
         raise PlanError(
-            "Exchanges were to be compared for a plan that exchanges no gradients; expected a stage with several "
+            "Exchanges cannot be compared for a plan that exchanges no gradients; expected a stage with several "
             "replicas. Plan with fewer stages than ranks."
         )
 

@@ -10,6 +10,7 @@ from meshwright.planner.evaluate import RankedPlan, StepInterval
 from meshwright.planner.ranking import is_as_fast
 from meshwright.spec import Plan, PlanError, format_bytes, format_count, format_percent, format_seconds
 from meshwright.spec.html import Printer, html_table
+from meshwright.spec.memory import name_part
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import name_stages
 
@@ -48,7 +49,7 @@ class Plans:
     is the Pareto front: no simulated plan is better in step time, reserved memory and price at once (without prices: in
     devices times step time). ``bound_s`` is a lower bound of the step time of all allowed plans, by the same op costs;
     0 if nothing was proven. ``is_bound_of_rules`` means that the bound covers only plans whose ops are split by the
-    rules of sharding, not a method's own placements. ``notes`` are sentences of the method.
+    sharding rules, not a method's own placements. ``notes`` are sentences of the method.
     """
 
     ranked: tuple[RankedPlan, ...]
@@ -113,7 +114,7 @@ class Plans:
             }
             for item in self.front
         ]
-        covers = "plans by the rules of sharding" if self.is_bound_of_rules else "all allowed plans"
+        covers = "plans whose ops are split by the sharding rules" if self.is_bound_of_rules else "all allowed plans"
         proven = {
             "bound_s": self.bound_s or None,
             "gap_share": self.gap,
@@ -138,7 +139,7 @@ class Plans:
         if self.refused:
             plan, reason = self.refused[0]
             lines.append(
-                f"Left out {format_count(len(self.refused), 'plan')} that cannot be taken, the first of them "
+                f"Left out {format_count(len(self.refused), 'plan')} that cannot be used. The first: "
                 f"{summarise(plan)}: {reason}"
             )
         return "\n".join(lines)
@@ -153,8 +154,8 @@ class Plans:
         beside = f"; the first is {format_percent(slower)} slower than the fastest" if slower >= _TOLD_SHARE else ""
         # A plan with a found order comes first, whatever memory it needs.
         peaks = [max(item.peak_memory_bytes) for item in self.ranked[:count]]
-        ordered = ", and stand in the order of their memory" if peaks == sorted(peaks) else ""
-        return [f"The first {count} are as fast as each other, as far as predictions go{ordered}{beside}."]
+        ordered = "; they are listed by memory" if peaks == sorted(peaks) else ""
+        return [f"The predictions do not separate the first {count}{ordered}{beside}."]
 
     def why_not(self, other: Plan) -> str:
         """Explain what ``other`` loses against the best plan, or by how much it does not fit.
@@ -169,7 +170,7 @@ class Plans:
             return (
                 f"{summarise(item.plan)} does not fit: rank {rank} ({name_stages(item.plan, rank)}) needs "
                 f"{format_bytes(item.reserved_bytes[rank])}, {format_bytes(item.excess_bytes)} more than its "
-                f"{format_bytes(item.memory_limit_bytes[rank])}; most of it are {item.memory_owner}. "
+                f"{format_bytes(item.memory_limit_bytes[rank])}; the largest part: {name_part(item.memory_owner)}. "
                 f"Without the limit its step would take {format_seconds(item.step_time_s)}, that of the best plan "
                 f"{format_seconds(self.best.step_time_s)}."
             )
@@ -219,9 +220,9 @@ class Plans:
         if coverage.stopped:
             text += f" It was ended by {coverage.stopped}; better plans may exist."
         if self.gap is not None:
-            which = "plan by the rules of sharding" if self.is_bound_of_rules else "allowed plan"
+            which = "plan whose ops are split by the sharding rules" if self.is_bound_of_rules else "allowed plan"
             text += (
-                f" No {which} takes less than {format_seconds(self.bound_s)} by these costs; the best one takes "
+                f" By these costs, no {which} can take less than {format_seconds(self.bound_s)}; the best one takes "
                 f"{format_percent(self.gap)} more."
             )
         return text
@@ -330,7 +331,7 @@ def _memory_line(item: RankedPlan) -> str:
     beside = "" if peak == most else f", which has the least to spare (others hold up to {format_bytes(most)})"
     return (
         f"Memory: {how}{format_bytes(peak)} of the {format_bytes(item.memory_limit_bytes[rank])} that a rank may "
-        f"reserve, on rank {rank}{beside}; most of it are {item.memory_owner}."
+        f"reserve, on rank {rank}{beside}; the largest part: {name_part(item.memory_owner)}."
     )
 
 

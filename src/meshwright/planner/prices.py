@@ -71,7 +71,7 @@ def within_budget(
     """
     if not (max_price_per_hour > 0 and math.isfinite(max_price_per_hour)):
         raise PlanError(
-            f"A budget of {max_price_per_hour:g} per hour was given; expected a positive amount of money. Give one."
+            f"A budget of {max_price_per_hour:g} per hour was given; expected a positive amount. Give another budget."
         )
 
     def price(count: int) -> float:

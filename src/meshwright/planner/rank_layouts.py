@@ -131,7 +131,7 @@ class Places:
 
     ``kind_of`` indexes ``kind_sets`` (sets of device-kind names), ``link_of`` indexes ``links`` (pairs of ranks that
     represent a link; entry 0 is "no link"). ``latency_s`` and ``bucket_s`` are the seconds to all-reduce one byte and
-    one bucket, ``shared_s`` the seconds to all-reduce one bucket among replicas that share states.
+    one bucket, ``shared_s`` the seconds to all-reduce one bucket among replicas that shard states.
     """
 
     layout: Layout
@@ -157,7 +157,7 @@ def find_places(
 ) -> Places:
     """Describe every group that stages with one of these numbers of replicas can get.
 
-    ``shard_size`` replicas share states with each other (0: all of them).
+    ``shard_size`` replicas shard states among each other (0: all of them).
     """
     size = layout.num_ranks
     kind_of, link_of = np.zeros((size, size + 1), np.int64), np.zeros((size, size + 1), np.int64)

@@ -209,7 +209,7 @@ class Space:
         )
 
     def shareable(self, counts: Iterable[int], microbatch_size: int) -> tuple[int, ...]:
-        """Return the numbers of replicas among ``counts`` that may share states: 1 or divisible by the shard size."""
+        """Return the numbers of replicas among ``counts`` that may shard states: 1 or divisible by the shard size."""
         size, num_microbatches = self.exchange.shard_size, self.workload.global_batch // microbatch_size
         allowed = (count for count in counts if takes_part_alike(count, num_microbatches, self.exchange.zero))
         return tuple(count for count in allowed if count == 1 or not size or count % size == 0)
@@ -241,7 +241,7 @@ def make_space(problem: Problem, setting: Setting) -> Space:
     cost = without_devices(problem.cost, setting.idle).for_teams(sharding)
     if setting.num_devices % sharding.width:
         raise PlanError(
-            f"{setting.num_devices} devices were to be used in teams of {sharding.width} (tensor times context times "
+            f"{setting.num_devices} devices cannot be used in teams of {sharding.width} (tensor times context times "
             "expert); expected a multiple. Choose another number of devices, or other sizes of the axes."
         )
     num_ranks = setting.num_devices // sharding.width

@@ -4,7 +4,7 @@ Given choices restrict it. `compare_schedules` simulates one plan's stages under
 
     axes         tensor (with the tokens split between products, and without), context, expert: sizes that split the
                  graph, in teams within a node; teams with expert parallelism may span nodes
-    sharing      ZeRO 0 to 3, over all replicas or within nodes (HSDP)
+    states       ZeRO 0 to 3, over all replicas or within nodes (HSDP)
     recompute    none, op, full; without op where layers are compiled
     schedules    1f1b, gpipe, interleaved with 2 or 4 stages on a rank, zb-h1 unless layers are compiled
     devices      all of them; of an unequal cluster, also the rest without its slow kinds and nodes, unless their

@@ -6,7 +6,7 @@
 `service` answers paths, `page_server` speaks HTTP on 127.0.0.1, `jobs` refuses foreign requests and searches in the
 background.
 
-The views are those of `meshwright.report.page`; the scripts beside this file contain the controls.
+The views are those of `meshwright.report.page`; the scripts next to this file contain the controls.
 """
 
 from meshwright.playground.controls import Controls, from_query, state_of_cluster, to_query

@@ -25,7 +25,7 @@ const Controls = (() => {
       ["microbatch", "Microbatch", "number", "samples; must divide the global batch"],
       ["schedule", "Schedule", "choice"],
       ["chunks", "Stages on a rank", "number", "of interleaved and looped-bfs; they count among the stages"],
-      ["zero", "ZeRO", "number", "what replicas share out: 1 optimizer states, 2 and gradients, 3 and parameters"],
+      ["zero", "ZeRO", "number", "what replicas shard: 1 optimizer states, 2 and gradients, 3 and parameters"],
       ["overlap", "Exchange overlaps backward", "switch"],
       ["bucket", "Bucket (MiB)", "number"],
     ]],

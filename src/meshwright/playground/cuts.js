@@ -92,7 +92,7 @@ const Cuts = (() => {
     event.preventDefault();
     event.currentTarget.focus({ preventScroll: true });
     const box = bar.getBoundingClientRect();
-    // The handles are drawn anew while one is dragged, so the window listens.
+    // The handles are redrawn while one is dragged, so the window listens.
     const follow = (moved) => {
       const share = (moved.clientX - box.left) / box.width;
       let nearest = 0;

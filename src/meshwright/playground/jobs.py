@@ -58,12 +58,12 @@ def check_post(headers: Message, port: int) -> int:
     if origin.lower() not in {f"http://{name}" for name in _names(port)}:
         raise RefusedError(403, "Only the page of this server may send requests.")
     if headers.get_content_type() != "application/json":
-        raise RefusedError(415, "Requests are JSON (application/json).")
+        raise RefusedError(415, "The request is not JSON; expected application/json.")
     length = headers.get("Content-Length", "")
     if headers.get("Transfer-Encoding") is not None or not (length.isascii() and length.isdigit()):
         raise RefusedError(411, "A request must state its length (Content-Length).")
     if len(length) > 9 or int(length) > MAX_BODY_BYTES:
-        raise RefusedError(413, f"A request has at most {MAX_BODY_BYTES} bytes.")
+        raise RefusedError(413, f"The request has more than {MAX_BODY_BYTES} bytes, the limit.")
     return int(length)
 
 

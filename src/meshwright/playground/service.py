@@ -50,7 +50,7 @@ from meshwright.report.page import page_html, page_script, page_style, versions
 from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, format_bytes, load_cluster, shipped_kinds
 from meshwright.spec.codec import dump_json
-from meshwright.spec.memory import ACTIVATIONS, MEMORY_GROUPS
+from meshwright.spec.memory import ACTIVATIONS, MEMORY_GROUPS, name_part
 from meshwright.spec.plan import name_stages
 from meshwright.spec.precision import Precision
 from meshwright.spec.recompute import RECOMPUTE_NAMES
@@ -176,7 +176,7 @@ def explain_excess(answer: StateResult) -> str:
     return (
         f"Does not fit: rank {rank} ({name_stages(answer.plan, rank)}) needs "
         f"{format_bytes(ranked.reserved_bytes[rank])}, {format_bytes(ranked.excess_bytes)} more than its "
-        f"{format_bytes(ranked.memory_limit_bytes[rank])}; most of it are {ranked.memory_owner}. "
+        f"{format_bytes(ranked.memory_limit_bytes[rank])}; the largest part: {name_part(ranked.memory_owner)}. "
         f"Choose {', or '.join(changes)}."
     )
 
@@ -203,7 +203,7 @@ class Service:
         self._start = start
         self._turns = Turns()
         self._searches = Searches(bench, self._turns.lock)
-        # Intervals are computed beside the answers, one at a time.
+        # Intervals are computed in parallel with the answers, one at a time.
         self._weighing = threading.Lock()
         self._files: dict[str, Callable[[StateResult], Reply]] = {
             "/plan.json": _plan_file,
@@ -348,7 +348,7 @@ def _json(data: Mapping[str, Any]) -> Reply:
 def _text(data: Row, key: str) -> str:
     value = data.get(key)
     if not isinstance(value, str) or len(value) > 10_000:
-        raise RefusedError(400, f"A request without a text {key!r} was sent; reload the page.")
+        raise RefusedError(400, f"A request without a string {key!r} was sent; reload the page.")
     return value
 
 

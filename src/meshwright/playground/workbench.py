@@ -49,7 +49,7 @@ T = TypeVar("T")
 _MAX_KEPT = {"model": 8, "cost": 24, "seconds": 64, "cuts": 256, "answer": 12, "unused": 64, "usual": 8}
 # After this number of answers a cost model is replaced: every requested speed of a device adds a kind to it.
 _MAX_LEARNED = 200
-# Plans found by searches that are kept, beside the one that was opened first.
+# Plans found by searches that are kept, besides the one that was opened first.
 _MAX_PLANS = 64
 
 
@@ -58,7 +58,7 @@ class OfferedModel:
     """A model of the list.
 
     ``open`` reads or captures it, once, and returns its graph by microbatch size; ``sizes`` and ``rewritten`` are what
-    plans note beside its name.
+    plans note next to its name.
     """
 
     open: Callable[[], Callable[[int], Graph]] = field(repr=False)

@@ -30,7 +30,7 @@ class Bucket:
     """Gradients that are summed together. ``parameters`` are tensor ids in the order of readiness.
 
     ``num_elements`` and ``num_bytes`` are the amount sent, in the precision of the workload.
-    ``axes``: where ranks are tensor-parallel groups, the axes over which devices of each group also sum the gradients
+    ``axes``: where ranks are teams, the axes over which devices of each team also sum the gradients
     (`spec.exchange`).
     """
 

@@ -313,7 +313,7 @@ def forget_programs() -> None:
 
 
 def _orders(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings: Crossings) -> RankOrders:
-    """Return what every rank computes; an own schedule is checked against this graph first."""
+    """Return what every rank computes; a user's schedule is checked against this graph first."""
     differentiated = np.array([stage.has_backward for stage in stages])
     if not plan.has_own_schedule:
         named = named_orders(plan)

@@ -1,6 +1,6 @@
 """Expand instructions of a program into the collectives expected inside their spans, one by one and with their bytes.
 
-A forward, a backward or an update is one instruction; the collectives inside it, of a tensor-parallel group and of
+A forward, a backward or an update is one instruction; the collectives inside it, of a team and of
 replicas that shard parameters, are described by the local graph (`sharding`, `Graph.collectives`) and `sharding.zero`.
 The simulator estimates them as a part of the span; here they are listed in the order in which they are issued.
 """
@@ -107,7 +107,7 @@ class Expansion:
                 return []
 
     def _inside(self, stage: int, phase: Phase) -> list[_Event]:
-        """Return the collectives of the tensor-parallel group in a pass."""
+        """Return the collectives of the team in a pass."""
         ops, size = set(self._stages[stage].ops), self._plan.microbatch_size
         sign = 1 if phase == "forward" else -1
         return [

@@ -89,20 +89,20 @@ class IssueBook:
         """Check the watched and abandoned handles and the timers of a decision."""
         if decision.watch and not self._is_first:
             raise ProgramError(
-                f"The instructions {decision.watch} were to be watched at {now_ps} ps, when they may have ended; give "
-                "`watch` with the first decision."
+                f"The instructions {decision.watch} cannot be watched from {now_ps} ps on, when they may have ended; "
+                "expected `watch` with the first decision only. Give it there."
             )
         self._is_first = False
         for handle in decision.watch:
             if not 0 <= handle < self._num_body:
                 raise ProgramError(
-                    f"Instruction {handle} was to be watched; the program's body has {self._num_body}. Watch issued "
-                    "instructions with `Issue(watched=True)`."
+                    f"Instruction {handle} cannot be watched; expected one of the {self._num_body} of the program's "
+                    "body. Watch issued instructions with `Issue(watched=True)`."
                 )
         for handle in decision.abandon:
             if handle not in self._abandonable:
                 raise ProgramError(
-                    f"Instruction {handle} was to be abandoned; expected a computation that an earlier decision issued "
+                    f"Instruction {handle} cannot be abandoned; expected a computation that an earlier decision issued "
                     "with `abandonable=True`."
                 )
         for timer in decision.timers:

@@ -45,8 +45,8 @@ _Row = tuple[Opcode, int, int]
 def compute_orders(plan: Plan) -> tuple[Order, ...]:
     """Return the order of every rank, by rank; of an asynchronous schedule, from its first microbatch to its last.
 
-    Raises PlanError for a layout that the schedule does not support, ScheduleError if an own schedule breaks a rule on
-    this plan, ScheduleReferenceError if it is not a schedule or its file changed.
+    Raises PlanError for a layout that the schedule does not support, ScheduleError if a user's schedule breaks a rule
+    on this plan, ScheduleReferenceError if it is not a schedule or its file changed.
     """
     schedule = find_schedule(plan)
     if isinstance(schedule, OrderFile):
@@ -69,7 +69,7 @@ def named_orders(plan: Plan) -> RankOrders:
 def _read_orders(plan: Plan, schedule: OwnSchedule) -> tuple[Order, ...]:
     if isinstance(threading.current_thread(), _ScheduleThread):
         raise ScheduleError(
-            f"{plan.schedule} asked for the order of an own schedule while it makes one, which would never end. "
+            f"{plan.schedule} asked for the order of a user's schedule while it makes one, which would never end. "
             "Ask num_active(plan, stage) for the number of microbatches that 1F1B keeps."
         )
     limit_s = TIME_LIMIT_S + TIME_LIMIT_PER_INSTRUCTION_S * 2 * plan.num_microbatches * len(plan.stages)
@@ -127,7 +127,7 @@ class _ScheduleThread(threading.Thread):
 
 
 class _Reader:
-    """Calls an own schedule and checks what it yields."""
+    """Calls a user's schedule and checks what it yields."""
 
     def __init__(self, plan: Plan, schedule: OwnSchedule) -> None:
         parts = split_reference(plan.schedule)

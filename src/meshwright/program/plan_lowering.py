@@ -1,7 +1,7 @@
 """Lower a plan to one rank: the local graph with recompute and compilation in it, and the plan for that graph.
 
-A plan may split ops over tensor-parallel groups, recompute parts of the graph, and compile its layers. Its lowered
-graph is the local graph of one device of a group, including its collectives, recompute and compilation; the lowered
+A plan may split ops over teams, recompute parts of the graph, and compile its layers. Its lowered graph is the local
+graph of one device of a team, including its collectives, recompute and compilation; the lowered
 plan assigns this graph as the plan assigns the whole one, and splits nothing further. Building, estimating and
 simulating programs all work on these two.
 """
@@ -46,7 +46,7 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
 
 
 def own_workload(workload: Workload, sharding: Sharding) -> Workload:
-    """Return the workload of one device of each tensor-parallel group; ranks of the expert axis have own samples.
+    """Return the workload of one device of each team; ranks of the expert axis have samples of their own.
 
     Raises PlanError if the expert ranks do not divide the global batch.
     """

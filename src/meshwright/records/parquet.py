@@ -1,9 +1,9 @@
 """Measurement tables as parquet files: one schema with a version, read and written as a whole, within limits.
 
 The columns are those of `Records`; a column more, less or of another type is an error, since a table in other units
-would look the same. Texts are stored as dictionaries, which makes repeated ones cheap. Pages carry checksums, which are
-compared where a file has them. Needs pyarrow (``meshwright[tables]``). No content of a file is executed. `read_struct`
-and `measure_pages` find the unpacked size of a file before anything is unpacked.
+would look the same. Strings are stored as dictionaries, which makes repeated ones cheap. Pages carry checksums, which
+are compared where a file has them. Needs pyarrow (``meshwright[tables]``). No content of a file is executed.
+`read_struct` and `measure_pages` find the unpacked size of a file before anything is unpacked.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def measure_pages(content: bytes, names: Collection[str]) -> tuple[int, int]:
     num_rows, unpacked = 0, 0
     for group in _get(footer, _GROUPS, list):
         rows = _get(group, _GROUP_ROWS, int)
-        # Columns are known by their place; the names beside them are not looked at.
+        # Columns are known by their place; the names next to them are not looked at.
         for name, column in zip(leaves, _get(group, _COLUMNS, list), strict=True):
             if name in names:
                 unpacked += _measure_column(content, name, _get(column, _FIGURES, dict), rows)
@@ -215,7 +215,7 @@ MAX_FILE_BYTES = MAX_DOCUMENT_BYTES
 MAX_ROWS = 5_000_000
 # A few kilobytes can stand for gigabytes of equal values: what the columns take once they are unpacked.
 MAX_UNPACKED_BYTES = 2**30
-# A number, or a reference to a text.
+# A number, or a reference to a string.
 _BYTES_PER_CELL = 8
 
 
@@ -281,7 +281,7 @@ def parse_columns(content: bytes, path: Path, names: Sequence[str]) -> dict[str,
         wanted = [schema.field(name) for name in names]
         for field in wanted:
             if not (_holds_texts(field.type) or _holds_numbers(field.type)):
-                raise ValueError(f"column {field.name!r} holds {field.type}; expected texts or numbers")
+                raise ValueError(f"column {field.name!r} holds {field.type}; expected strings or numbers")
         _check_limits(content, names, path)
         # A text that repeats a million times is kept once.
         texts = [field.name for field in wanted if _holds_texts(field.type)]
@@ -316,7 +316,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _column(table: pa.Table, name: str) -> NDArray[Any]:
-    """A column of texts (dtype object, missing ones empty) or numbers (missing ones NaN)."""
+    """A column of strings (dtype object, missing ones empty) or numbers (missing ones NaN)."""
     column = table.column(name).combine_chunks()
     if pa.types.is_dictionary(column.type):
         texts = np.array([text or "" for text in (*column.dictionary.to_pylist(), None)], object)

@@ -56,7 +56,7 @@ _DEFAULTS: dict[str, Any] = {"spread": 0.0, "num_samples": 0, **dict.fromkeys(TE
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Records:
-    """Columns of n rows, each of shape (n,): texts as Python strings, ``seconds`` and ``spread`` in s and as a share.
+    """Columns of n rows, each of shape (n,): strings, ``seconds`` and ``spread`` in s and as a share.
 
     Raises MeasurementError for figures, sizes, phases or flags that cannot be, with the numbers of the rows;
     `keep_sound` leaves such rows out instead.
@@ -171,7 +171,7 @@ def concat_records(parts: Iterable[Records]) -> Records:
 
 
 def merge_records(old: Records, new: Records) -> Records:
-    """Return the rows of both, without the old ones of things that were measured anew."""
+    """Return the rows of both, without the old ones of things that were measured again."""
     renewed = set(new._texts(IDENTITY))
     kept = np.array([row not in renewed for row in old._texts(IDENTITY)], bool)
     return concat_records([old.select(kept), new])
@@ -221,7 +221,7 @@ def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
         ),
         "a size of zero without the flag 'noop'": _rows_where(columns["shapes"], _has_empty_size) & ~noop,
         "more ranks in their groups than the nodes have devices": _rows_where(columns["shapes"], _outgrows_mesh),
-        f"a text of more than {MAX_TEXT} characters": np.any(too_long, axis=0),
+        f"a string of more than {MAX_TEXT} characters": np.any(too_long, axis=0),
     }
 
 
@@ -267,7 +267,7 @@ def _as_column(name: str, values: ArrayLike) -> NDArray[Any]:
     try:
         given = np.asarray(values)
         if kind is not object and given.size and given.dtype.kind not in "iuf":
-            raise TypeError("texts, or other values that are not numbers")
+            raise TypeError("strings, or other values that are not numbers")
         if kind is np.int64 and given.dtype.kind == "f" and not np.isfinite(given).all():
             raise ValueError("missing ones")
         array = np.array(values, kind)
@@ -280,5 +280,5 @@ def _as_column(name: str, values: ArrayLike) -> NDArray[Any]:
     if array.ndim > 1:
         raise MeasurementError(f"Column {name!r} has {array.ndim} dimensions; expected one.")
     if kind is object and not all(type(value) is str for value in array.ravel()):
-        raise MeasurementError(f"Column {name!r} has values that are not texts; expected only strings.")
+        raise MeasurementError(f"Column {name!r} has values that are not strings; expected only strings.")
     return array

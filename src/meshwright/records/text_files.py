@@ -77,7 +77,7 @@ def _known_records(path: Path) -> Records | None:
     """The contents of the table that rows are to be added to; None if the file does not exist yet."""
     if _kind(path) != _PARQUET:
         raise DocumentError(
-            f"{path}: rows of many devices are kept in a table that ends in .parquet. Choose such a name."
+            f"{path}: rows of many devices are kept in a table that ends in .parquet. Choose a name that does."
         )
     import meshwright.records.parquet  # noqa: PLC0415, F401 - without pyarrow this is the first to fail
 
@@ -96,7 +96,7 @@ def _kind(path: Path) -> str:
     if path.suffix not in (_PARQUET, _JSON):
         raise DocumentError(
             f"{path}: measurements are kept in files that end in .json (one device) or .parquet (many). "
-            "Choose such a name."
+            "Choose a name with one of these endings."
         )
     return path.suffix
 

@@ -233,7 +233,7 @@ def make_table(
         title: The line above the table.
         total: A last row, separated from the others.
         collapse: The key that may differ between merged neighbours; empty to print every row.
-        hide: Keys to leave out, beside those that no row has a value for.
+        hide: Keys to leave out, besides those that no row has a value for.
     """
     every = [*rows, total] if total is not None else [*rows]
     known = dict.fromkeys(key for row in rows for key in row)

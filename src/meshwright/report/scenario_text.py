@@ -86,7 +86,7 @@ def _describe_run(effect: Jitter | LostDevice | Failures | Checkpoints | Price) 
         case Jitter():
             return _jitter_words(effect)
         case LostDevice():
-            then = ", planned anew without" if effect.then == "replan" else ""
+            then = ", planned again without" if effect.then == "replan" else ""
             return f"{_devices(effect.devices.text)} lost{_while(effect.since, effect.until)}{then}"
         case Failures(mttf=None):
             return f"{len(effect.times)} failures at given moments"

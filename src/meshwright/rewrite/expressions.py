@@ -220,7 +220,7 @@ def run(
             declared.check(len(operands), attributes)
             made[expression] = keep(declared.define(machine, *operands, **attributes))
         except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
-            # An attribute of the wrong type: a text for a number, one number for two.
+            # An attribute of the wrong type: a string for a number, one number for two.
             raise IllTypedError(f"{expression}: {error}") from error
     return made[expression]
 

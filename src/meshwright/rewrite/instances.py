@@ -270,7 +270,7 @@ def _choices(letter: str, place: str, most_dims: int) -> Iterator[Any]:
     elif attribute in _FLAGS:
         yield from (True, False)
     elif attribute in _TEXTS:
-        # Texts are arbitrary; what holds for different texts also holds for equal ones.
+        # Strings are arbitrary; what holds for different strings also holds for equal ones.
         yield f"text {letter}"
     else:
         size = 1 if place in _LINES else _TUPLES[attribute]

@@ -128,7 +128,7 @@ def parse_rules(document: dict[str, Any], place: str) -> list[Rule]:
     entries = document.get("rule")
     if set(document) - {"rule", "title", "about"} or not isinstance(entries, list) or not entries:
         raise RewriteError(
-            f"{place} has the keys {sorted(document)}; expected tables [[rule]], at least one, beside title and about."
+            f"{place} has the keys {sorted(document)}; expected tables [[rule]], at least one, besides title and about."
         )
     rules = []
     for number, entry in enumerate(entries, 1):
@@ -152,7 +152,7 @@ def _rule(entry: dict[str, Any], usual_name: str) -> Rule:
     sides = [[side] if isinstance(side, str) else side for side in (entry["left"], entry["right"])]
     texts = (name, source, *when, *sides[0], *sides[1]) if all(isinstance(s, list) for s in (*sides, when)) else (0,)
     if not all(isinstance(text, str) for text in texts):
-        raise RewriteError("name, source, left, right and when must be texts or lists of texts.")
+        raise RewriteError("name, source, left, right and when must be strings or lists of strings.")
     if not (isinstance(ranks, dict) and all(type(rank) is int and 0 <= rank <= 8 for rank in ranks.values())):
         raise RewriteError(f"ranks = {ranks!r} was given; expected a table of numbers of dims, like {{ x = 2 }}.")
     return rule_of(name, sides[0], sides[1], when=when, ranks=ranks, source=source)

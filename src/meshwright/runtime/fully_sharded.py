@@ -87,7 +87,7 @@ def share_out(
     numbers: Numbers,
     offload: Offload = ON_DEVICE,
 ) -> Mapping[int, torch.nn.Parameter]:
-    """Shard the parameters of a stage's module except those ``kept``; return, by tensor id, the own shards.
+    """Shard the parameters of a stage's module except those ``kept``; return, by tensor id, this rank's shards.
 
     ``let_go``: units are freed after their forward (zero 3); ``offload``: where they are between passes, and the
     master weights. Raises PlanError for parameters that FSDP2 cannot shard.

@@ -130,7 +130,7 @@ def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgr
 
 
 def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on a device; parameters stay the user's own objects. Fake ones, of a dry run, are made anew."""
+    """A tensor on a device; parameters stay the user's own objects. Fake ones, of a dry run, are made again."""
     if value.device == device:
         return value
     if detect_fake_mode() is not None:

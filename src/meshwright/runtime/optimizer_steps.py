@@ -262,7 +262,7 @@ class ShardedBucket(BucketBuffer):
         self.values = torch.zeros_like(self.flat, dtype=parameters[0].dtype if parameters else None)
         size = len(self.flat) // count
         self.own_values = self.values.narrow(0, place * size, size)
-        # Sums overwrite the own gradients: NCCL allows that, and gloo sums in memory of its own.
+        # Sums overwrite this rank's gradients: NCCL allows that, and gloo sums in memory of its own.
         self.own_gradients = self.flat.narrow(0, place * size, size)
         self.pieces: dict[int, torch.nn.Parameter] = {}
         self._gradients: dict[int, torch.Tensor] = {}

@@ -67,8 +67,8 @@ class VersionedPart:
         """
         if version != self._newest:
             raise ProgramError(
-                f"Version {version} of the weights was to be kept, but the newest is {self._newest}. Build the program "
-                "again from its plan."
+                f"Version {version} of the weights cannot be kept; expected the newest, {self._newest}. Build the "
+                "program again from its plan."
             )
         parameters = list(self._trained.values())
         kept = [item.data for item in parameters]

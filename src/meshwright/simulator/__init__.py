@@ -1,6 +1,6 @@
 """Program × costs → Timeline and peak memory, on a virtual clock.
 
-`simulate_plan` (`plan_simulation`) reduces a plan to the work of one device of each tensor-parallel group (`routes`),
+`simulate_plan` (`plan_simulation`) reduces a plan to the work of one device of each team (`routes`),
 builds its program and estimates its costs (`program_estimate`: stages by `stage_costs` and `stage_bytes`, sharded
 states by `state_shards`). Then it runs the program: `unroll` concatenates the sections (all repetitions as one for
 asynchronous programs), `engine` finds when each instruction ends, `simulate` follows the bytes, `simulation` sums up,

@@ -114,8 +114,9 @@ def _decide_all(
         filed = book.file(decision, now_ps)
         if max(len(decided), book.next_handle) > MAX_UNROLLED:
             raise ProgramError(
-                f"The controller was asked {len(decided)} times and issued {book.next_handle} instructions with those "
-                f"of the program; at most {MAX_UNROLLED} of each are simulated. Let it come to an end."
+                f"The controller was called {len(decided)} times, and there are {book.next_handle} instructions "
+                f"including the program's own; at most {MAX_UNROLLED} of each are simulated. Make the controller stop "
+                "earlier."
             )
         for handle in decision.watch:
             stream = int(np.searchsorted(program.body.stream_offsets, handle, side="right")) - 1

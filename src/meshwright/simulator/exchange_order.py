@@ -130,7 +130,7 @@ def _follow(own_order: OwnOrder, parts: list[ReadyPart]) -> list[tuple[int, int]
     if order is None or sorted(map(str, order)) != sorted(map(str, known)):
         given = type(answer).__name__ if order is None else str(order)[:80]
         raise PlanError(
-            f"The own order of an exchange returned {given}; expected the `index` of each of its {len(parts)} parts "
+            f"Your order of the exchange returned {given}; expected the `index` of each of its {len(parts)} parts "
             "once. Return `[part.index for part in ...]`."
         )
     free_ps, moments = 0, []

@@ -238,8 +238,7 @@ def simulate_plan(
 ) -> Simulation:
     """Predict times, memory and utilisation of a plan or a placement. Its rank r is device r of the cluster.
 
-    If the plan splits ops over tensor-parallel groups, rank r is group r, and the figures of a rank hold for each
-    device of its group.
+    If the plan splits ops over teams, rank r is team r, and the figures of a rank hold for each device of its team.
 
     ``cost`` is the cost model (default: the cluster's datasheet figures). The timeline shows
     ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, for which more
@@ -424,7 +423,7 @@ def _utilisation(
     )
     again = (op for start, stop in graph.recompute for op in computed_again(graph, start, stop))
     executed += sum(graph.ops[op].flops.at(size) for op in again)
-    # The model FLOPs of each device of a tensor-parallel group; expert ranks have samples of their own.
+    # The model FLOPs of each device of a team; expert ranks have samples of their own.
     model_flops = (graph.model_flops or graph.total_flops).at(size) * sharding.expert / sharding.width
     return count * model_flops / available, count * executed / available
 

@@ -353,7 +353,10 @@ class _Estimator:
                     takes = np.sum(taken, axis=0), np.sum(freed, axis=0)
                 return self._add_pass(seconds, takes, host_s, kind, is_awaited=bool(place & FIRST)), -1
             case "message" | "collective" | "server" | "load" | "copy" | "host" | "drives" as other:
-                raise ProgramError(f"An instruction of the kind {other!r} was to be estimated as a computation.")
+                raise ProgramError(
+                    f"An instruction of kind {other!r} cannot be estimated as a computation. This is a defect; please "
+                    "report it."
+                )
             case missing:
                 assert_never(missing)
         if self._factors[kind]:
@@ -408,7 +411,10 @@ class _Estimator:
                     self._host_of(group), num_bytes
                 )
             case "forward" | "backward" | "update" | "stash" as other:
-                raise ProgramError(f"An instruction of the kind {other!r} was to be estimated as a transfer.")
+                raise ProgramError(
+                    f"An instruction of kind {other!r} cannot be estimated as a transfer. This is a defect; please "
+                    "report it."
+                )
             case missing:
                 assert_never(missing)
         return self._add(cost.at(self._cost.end), 0.0, in_use), -1
@@ -458,7 +464,7 @@ class _Estimator:
 
 
 def _axes_of_parts(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[list[Axes], NDArray[np.int64]]:
-    """Return the axes over which tensor-parallel groups sum gradients, and their index for each part of an exchange."""
+    """Return the axes over which teams sum gradients, and their index for each part of an exchange."""
     if isinstance(plan, Placement) or not graph.collectives:
         return [REPLICATING], np.zeros(0, np.int64)
     buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)

@@ -15,6 +15,7 @@ from meshwright.program import build_program, gradient_buckets, num_active, num_
 from meshwright.simulator.stage_bytes import compute_orders, shared_units
 from meshwright.simulator.state_shards import ALONE, StateShards, find_shards
 from meshwright.spec import Opcode, check_plan, slice_graph
+from meshwright.spec.memory import name_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +59,8 @@ class RankAllocation:
 
     def explain(self) -> str:
         """Return one sentence on the moment of the peak and its largest owner."""
-        return f"Op by op, rank {self.rank} is fullest in the {self.peak.moment}; most of it are {self.peak.owner}."
+        owner = name_part(self.peak.owner)
+        return f"Op by op, rank {self.rank} is fullest in the {self.peak.moment}; the largest part: {owner}."
 
 
 def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation | None:

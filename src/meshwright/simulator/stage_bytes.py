@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
-# As in runtime/executor.py; with an own schedule or a placement, sends are waited for only at the end of the step.
+# As in runtime/executor.py; with a user's own schedule or a placement, sends are waited for only at the end of the step.
 MAX_GRADIENT_SENDS = 4
 
 

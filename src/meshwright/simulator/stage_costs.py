@@ -251,7 +251,7 @@ def stage_costs(
         weights=backward(seconds.weights, weights_host_s),
         optimizer_s=step_s + inside_s + checked_s + serial_s * (1 + len(buckets)),
         stash_s=copy_s + serial_s,
-        # Two passes, each as long as a copy: subtract the own updates from the sum, and add the rest to the weights.
+        # Two passes, each as long as a copy: subtract this rank's updates from the sum, add the rest to the weights.
         merge_s=2 * copy_s + serial_s,
         last_s=seconds.last_s,
         exchanged_s=_exchanged_seconds(graph, stage, seconds.exchanged),

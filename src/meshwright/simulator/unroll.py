@@ -254,8 +254,8 @@ def _check_size(layout: SectionLayout) -> None:
     num_instructions, num_waits = int(layout.stream_offsets[-1]), sum(len(part.waits) for part in layout.parts)
     if max(num_instructions, num_waits) >= _MOST:
         raise ProgramError(
-            f"{num_instructions} instructions with {num_waits} waits were to be simulated; at most {_MOST - 1} of each "
-            "can be. Simulate fewer steps."
+            f"{num_instructions} instructions with {num_waits} waits cannot be simulated; expected at most {_MOST - 1} "
+            "of each. Simulate fewer steps."
         )
 
 

@@ -55,7 +55,9 @@ def encode(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        raise DocumentError(f"{value} cannot be written to a document; only finite numbers can. Check how it arose.")
+        raise DocumentError(
+            f"{value} cannot be written to a document; only finite numbers can. Check the computation that produced it."
+        )
     return value
 
 

@@ -217,9 +217,9 @@ class ServedModel:
         """The latency. Raises ServingError if a server is to measure it."""
         if self.latency is None:
             raise ServingError(
-                f"Model {self.name!r} has no latency, which only a server measures itself. Give it alpha and beta, or "
-                f"measure them (meshwright measure {self.model or 'MODEL'} --batches 1..64:7log --out table.json) and "
-                "give that table (--measurements table.json)."
+                f"Model {self.name!r} has no `latency`. Only a server measures it; the simulator needs it: give alpha "
+                f"and beta, or measure them (meshwright measure {self.model or 'MODEL'} --batches 1..64:7log --out "
+                "table.json) and give that table (--measurements table.json)."
             )
         return self.latency
 

@@ -162,7 +162,7 @@ class GradientExchange:
         if len(ranks) % size:
             raise PlanError(
                 f"A shard size of {size} was given for {len(ranks)} replicas; expected a divisor of their number. "
-                "Choose another shard size, or leave it out to share among all of them."
+                "Choose another shard size, or leave it out to shard among all of them."
             )
         return tuple(ranks[start : start + size] for start in range(0, len(ranks), size))
 
@@ -189,7 +189,7 @@ def _check_numbers(exchange: GradientExchange) -> None:
     if exchange.shard_size and (exchange.shard_size < 2 or not exchange.zero):
         raise PlanError(
             f"A shard size of {exchange.shard_size} was given with ZeRO {exchange.zero}; expected at least 2 replicas "
-            "that share states, with ZeRO 1 to 3. Give both, or leave the shard size out."
+            "that shard states, with ZeRO 1 to 3. Give both, or leave the shard size out."
         )
     if not 0 <= exchange.staleness <= MAX_STALENESS:
         raise PlanError(f"A staleness of {exchange.staleness} waves was given; expected 0 to {MAX_STALENESS}.")

@@ -218,7 +218,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Add the other replicas' changes in a wave of minibatches (the sum less the own share) to the stage's weights.
+    """Add the other replicas' changes in a wave of minibatches (the sum less its own share) to the stage's weights.
 
     Creates weight version ``version + 1``. Occupies the device.
     """

@@ -42,6 +42,11 @@ MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def name_part(part: str) -> str:
+    """Return a part of memory as it is named in a sentence."""
+    return f"{part} tensors" if part in ("received", "sent") else part
+
+
 def group_parts(parts: Mapping[str, int]) -> dict[str, int]:
     """Return bytes of each group, in the order of `MEMORY_GROUPS`; parts outside all groups are left out."""
     return {group: sum(parts.get(part, 0) for part in names) for group, names in MEMORY_GROUPS.items()}

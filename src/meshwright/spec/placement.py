@@ -143,7 +143,8 @@ def check_placement(placement: Placement, graph: Graph, cluster: Cluster | None 
             f"The placement was made for graph {placement.graph_hash} of {placement.model!r}, but this graph is "
             f"{graph.content_hash} ({graph.name!r}). "
             + (
-                "It is of the model in parts, as `meshwright run` makes them, or the model changed since: plan again."
+                "The placement belongs to the model split into parts, as `meshwright run` makes them, or the model has "
+                "changed. Plan again."
                 if placement.degrees
                 else "The model, its shapes or the loss changed since; place it again."
             )

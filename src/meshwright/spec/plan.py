@@ -148,7 +148,7 @@ MAX_MICROBATCH_STAGES = 2_000_000
 class Plan:
     """A layout of one graph on one cluster for one workload.
 
-    ``model`` and ``cluster`` are the references that the user gave, ``model_sizes`` the sizes given beside the model's
+    ``model`` and ``cluster`` are the references that the user gave, ``model_sizes`` the sizes given with the model's
     own (for people and for `run`); ``graph_hash`` identifies the graph that the plan is for. ``schedule`` is a name or
     a reference to the user's own schedule, ``path/to/file.py:function`` or ``path/to/orders.csv``; ``schedule_hash`` is
     the hash of that file's content. With a ``sharding`` that splits ops, every rank is a team of ``sharding.width``

@@ -40,7 +40,7 @@ def with_compiled(plan: Plan | Placement, compiled: bool) -> Plan | Placement:
         return replace(plan, compiled=compiled)
     if compiled:
         raise PlanError(
-            "Layers of a placement cannot be compiled, as it puts every op on a device of its own. Compile a plan by "
-            "layers, or leave out --compile."
+            "Layers of a placement cannot be compiled, because it assigns every op to a device separately. Compile a "
+            "plan by layers, or leave out --compile."
         )
     return plan

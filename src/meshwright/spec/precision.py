@@ -1,6 +1,6 @@
 """Precisions: each is one word with one meaning in memory, cost and runtime.
 
-    word                    parameters   activations  gradients   beside them, for the optimizer
+    word                    parameters   activations  gradients   also, for the optimizer
     float64                 float64      float64      float64     states in float64
     float32                 float32      float32      float32     states in float32
     tf32                    float32      float32      float32     states in float32

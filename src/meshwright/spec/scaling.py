@@ -24,7 +24,7 @@ class Scaling:
     """Devices are started and released, between ``minimum`` and ``maximum`` (all of the deployment).
 
     The run starts with ``minimum`` devices. ``start``: the time to start a device in the simulator; a server's devices
-    take their real time. The number is decided anew after each ``every``. ``target``: the share of requests to answer
+    take their real time. The number is decided again after each ``every``. ``target``: the share of requests to answer
     in time: the closer to 1, the more spare devices for bursts. Devices are released after fewer have been enough for
     the time ``calm``.
     """

@@ -13,7 +13,7 @@
     Price            money per hour
 
 Effects are facts; `meshwright.simulator.scenarios` applies them. Quantities have units (`spec.units`), devices and
-links are selected by short texts (`spec.selectors`). All random choices follow from ``seed``.
+links are selected by short strings (`spec.selectors`). All random choices follow from ``seed``.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Shard:
     """Each rank has a part of dim ``dim``, in the order of the ranks.
 
     If ``parts`` is not 1, the dim is first cut into this number of equal parts, and each rank has its share of every
-    part: for example the columns of a product that computes queries, keys and values at once, or tokens beside the
+    part: for example the columns of a product that computes queries, keys and values at once, or tokens next to the
     samples in one dim (DTensor's ``_StridedShard``).
     """
 

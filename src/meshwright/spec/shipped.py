@@ -1,7 +1,7 @@
 """Graphs that ship with Meshwright: every model of the zoo, captured for training, readable without torch.
 
 ``spec/graphs/NAME.json.gz`` is the graph of zoo name NAME in the sizes of its own shape file; symbolic in the batch
-size. `scripts/renew_graphs.py` writes the files, and a test captures the models anew and compares content hashes.
+size. `scripts/renew_graphs.py` writes the files, and a test captures the models again and compares content hashes.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _Quantity(float):
 
     @classmethod
     def decode_scalar(cls, data: Any) -> Self:
-        """Parse a text like those in EXAMPLES. Raises ValueError, which says what is expected."""
+        """Parse a string like those in EXAMPLES. Raises ValueError, which says what is expected."""
         expected = f"expected {cls.WORD} with its unit, as {cls.EXAMPLES}"
         if isinstance(data, int | float) and not isinstance(data, bool):
             raise ValueError(f"{data} has no unit; {expected}")

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from meshwright.spec import MeshwrightError
 
-# What is computed anew in the backward. "selective": attention's core (Korthikanti et al., section 5); "op": all but
+# What is recomputed in the backward. "selective": attention's core (Korthikanti et al., section 5); "op": all but
 # attention and every second matrix product (torchtitan, activation checkpoint mode "selective", option "op"); "full":
 # all of a layer but its input.
 Recompute = Literal["none", "selective", "op", "full"]
@@ -128,7 +128,7 @@ class TrainingSetup:
     """How one step runs.
 
     ``seq``: tokens of a whole sequence. ``chunks``: parts of the model per pipeline stage, more than one
-    where ``schedule`` is "interleaved". ``hybrid``: the replicas of a node share states with each other, not all.
+    where ``schedule`` is "interleaved". ``hybrid``: states are sharded among the replicas of a node, not among all.
     ``precision`` as in the measured rows: "fp16", "bf16", "fp8", "fp32".
     """
 
@@ -159,17 +159,17 @@ class TrainingSetup:
         if self.schedule not in get_args(Schedule):
             raise TransformerError(
                 f"{self.schedule!r} is not a schedule of a pipeline; expected one of {', '.join(get_args(Schedule))}. "
-                "Choose one."
+                "Correct the name."
             )
         if self.chunks > 1 and self.schedule != "interleaved":
             raise TransformerError(
                 f"{self.chunks} chunks per stage cannot run as {self.schedule!r}; expected schedule = 'interleaved'. "
-                "Choose it, or one chunk."
+                "Choose this schedule, or one chunk."
             )
         if self.dp * self.cp % self.ep:
             raise TransformerError(
-                f"ep = {self.ep} does not divide the {self.dp * self.cp} devices of dp · cp, over which experts are "
-                "laid out. Choose a divisor of them."
+                f"ep = {self.ep} does not divide the {self.dp * self.cp} devices of dp · cp, among which experts are "
+                f"divided. Choose a divisor of {self.dp * self.cp}."
             )
 
     @property
@@ -183,7 +183,7 @@ def part_starts(shape: TransformerShape, setup: TrainingSetup) -> tuple[int, ...
 
     Where they do not divide evenly, the last and the first part have one fewer, then those next to them, for they hold
     head and embedding (torchtitan, generate_llm_fqn_per_model_part; Qi et al., ICLR 2024, section 5.1). Raises
-    TransformerError for a setup in which the model cannot be laid out.
+    TransformerError for a setup that does not divide the model.
     """
     check_layout(shape, setup)
     parts = setup.pp * setup.chunks
@@ -202,13 +202,14 @@ def check_layout(shape: TransformerShape, setup: TrainingSetup) -> None:
         )
     if shape.heads % setup.tp:
         raise TransformerError(
-            f"{shape.heads} heads cannot be split over tp = {setup.tp}; expected a divisor of them. Choose one."
+            f"{shape.heads} heads cannot be split over tp = {setup.tp}; expected a divisor of {shape.heads}. Choose "
+            "such a tp."
         )
     num_experts = shape.experts.num_experts if shape.experts else 1
     if num_experts % setup.ep:
         raise TransformerError(
-            f"{num_experts if shape.experts else 'No'} experts cannot be laid out over ep = {setup.ep}; expected a "
-            "divisor of their number, 1 for a model without. Choose one."
+            f"{num_experts if shape.experts else 'No'} experts cannot be divided among ep = {setup.ep} devices; "
+            "expected a divisor of their number, or 1 for a model without experts. Choose such an ep."
         )
 
 

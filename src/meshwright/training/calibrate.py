@@ -92,8 +92,8 @@ class Calibration:
         else:
             return ""
         return (
-            f"By steps that did not fit it, {why}. The table is kept as it was. To try again: calibrate "
-            "when nothing else runs here, with more steps (--repeats), or measure the model's ops anew."
+            f"Judged by steps that were not used in the fit: {why}. The table is kept as it was. To try again: "
+            "calibrate when nothing else runs here, with more steps (--repeats), or measure the model's ops again."
         )
 
 

@@ -122,7 +122,7 @@ class ModelOps:
                 yield self._op(i)
 
     def moves(self, kept: frozenset[str]) -> list[DeviceOp]:
-        """Return the dtype conversions and gradient additions that the model needs beside its ops.
+        """Return the dtype conversions and gradient additions that the model needs besides its ops.
 
         Each size and pair of types is in the list once. Those whose keys are in ``kept`` (already in the table) are
         left out.

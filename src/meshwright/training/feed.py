@@ -186,7 +186,7 @@ class Feed:
         if self.is_iterable and self.epochs > 1 and isinstance(self.dataset, Iterator):
             raise RunError(
                 f"{type(self.dataset).__name__} can be read once, but {self.epochs} epochs were given. Give a data "
-                "set whose `__iter__` starts anew, or one epoch."
+                "set whose `__iter__` starts from the beginning again, or one epoch."
             )
 
     @property
@@ -257,7 +257,7 @@ class Feed:
 
 
 class Batch(NamedTuple):
-    """A global batch: its number of microbatches, and a function that fetches the samples of each own one."""
+    """A global batch: its number of microbatches, and a function that fetches the samples of each of its own."""
 
     num_microbatches: int
     fetch: Mapping[int, Callable[[], list[Any]]]

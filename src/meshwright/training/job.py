@@ -123,7 +123,7 @@ class RunResult:
 
     A loss that is not finite is None; a run of inference has none. ``num_before`` is the number of earlier steps, from
     a checkpoint; ``first_recorded`` is the number, from 0, of the first step in the timeline; ``compiled``: the state
-    of layers that were to be compiled.
+    of layers to compile.
     """
 
     plan: str

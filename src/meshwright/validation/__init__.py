@@ -1,4 +1,4 @@
-"""Errors of predictions on public measurements, with folds fixed before the first fit, beside baselines.
+"""Errors of predictions on public measurements, with folds fixed before the first fit, compared with baselines.
 
 `meshwright.validation.sets` names the data sets, `validate` scores them; the module of each set states what is left
 out.

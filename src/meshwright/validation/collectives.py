@@ -18,7 +18,7 @@ closes, the geometric mean of the two groups beside, and one line for all series
 
 Baselines, fitted on the same rows by least squares of relative errors with terms that are not negative: the line
 α·steps + β·(bytes through the port) of the ring (on the tables fitted on messages of the scored sizes, 1 MiB and more;
-for the end sizes on all), and on the cluster five terms with NIC sharing: 1, steps, log₂ n, bytes by the own link,
+for the end sizes on all), and on the cluster five terms with NIC sharing: 1, steps, log₂ n, bytes by the group's link,
 bytes by the NIC.
 """
 
@@ -182,7 +182,7 @@ def fit_shipped() -> ShippedCollectives:
 def score_shipped() -> tuple[Score, ...]:
     """Score each table by the model of the other tables of its kind of device, by kind and op.
 
-    Intervals come from the other kinds. Costs by datasheet are scored beside them.
+    Intervals come from the other kinds. Costs by datasheet are scored for comparison.
     """
     left_out = leave_tables_out()
     scores = []
@@ -270,10 +270,10 @@ def _round(model: CollectiveModel) -> CollectiveModel:
 # The project's targets in per cent: of the cluster never profiled by op, of the NCCL tables.
 _CLUSTER_TARGETS = {"all_reduce": 12.0, "all_gather": 5.0, "reduce_scatter": 6.0, "all_to_all": 10.0}
 _GROUPS_TARGET = 10.0
-# What is shown beside a target where the form of the predictor was chosen with a view of these rows.
+# What is shown with a target where the form of the predictor was chosen with a view of these rows.
 _NOTE = (
-    "form chosen with these rows in view: trees where no ring closes, geometric mean of the groups beside, one line "
-    "for all series of a layout"
+    "form chosen with these rows in view: trees where no ring closes, geometric mean of the neighbouring groups, one "
+    "line for all series of a layout"
 )
 _LARGE_BYTES, _MEDIUM_BYTES = 64 * 2**20, 2**20
 # Devices of a node of the V100 cluster.

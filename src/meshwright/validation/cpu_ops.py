@@ -224,7 +224,7 @@ def _score(part: str, answers: Sequence[OpPredictions], target: float | None = N
     ours = join_predictions([answer.ours for answer in answers])
     timeless = sum(answer.num_timeless for answer in answers)
     note = (
-        f"{timeless} ops are not in it: their measured time is zero, or less than the clock can tell"
+        f"{timeless} ops are not scored: their measured time is zero, or less than the clock can tell"
         if timeless
         else ""
     )

@@ -34,7 +34,7 @@ class GpuRun:
 def read_run(row: StepRow, *, compiled: bool = False) -> GpuRun:
     """Return the run of a row, with compiled layers or without.
 
-    The measured loop holds what the model gives, beside the loss, until a step is done.
+    The measured loop holds what the model gives, besides the loss, until a step is done.
     """
     graph, cluster = load_graph(row["model"]), load_cluster(_CLUSTER)
     losses = [op for op in graph.ops if (known := operators().get(name_in(op.kind))) and known.output == "loss"]

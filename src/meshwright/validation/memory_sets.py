@@ -80,9 +80,12 @@ DATASET = "memory"
 _GIB, _GB = 2**30, 10**9
 _TITAN_NOTE = "form chosen with these rows in view: the split in microbatches"
 _PIPELINE_NOTE = "form chosen with these rows in view: how long the runtime holds the buffers of messages"
-_RECOMPUTE_NOTE = "form chosen with these rows in view: results that a range does not come to go when it has run again"
+_RECOMPUTE_NOTE = (
+    "form chosen with these rows in view: kept results that a recomputation does not reach are freed at its end"
+)
 _SHARING_NOTE = (
-    "form chosen with the first 32 rows in view: when gradients move into buckets, and what units are there at which op"
+    "form chosen with the first 32 rows in view: when gradients move into buckets, and which gathered units are in "
+    "memory at which op"
 )
 _CUDA_NOTE = "form chosen with these rows in view: what CUDA's kernels keep, by torch's sources"
 _BUBBLE_NOTE = "form chosen with these rows in view: attention keeps its scores, as its software does"
@@ -124,7 +127,7 @@ def score_pipelines() -> tuple[Score, ...]:
     return (
         _score_ranks("memory_pipelines", "peaks of ranks of pipelines", _PIPELINE_NOTE),
         _score_ranks("memory_recompute", again, _RECOMPUTE_NOTE),
-        _score_ranks("memory_sharing", "peaks of ranks that share states", _SHARING_NOTE),
+        _score_ranks("memory_sharing", "peaks of ranks that shard states", _SHARING_NOTE),
     )
 
 
@@ -284,7 +287,7 @@ def _simumax_gib(row: StepRow) -> float:
     found = re.search(r"([\d.]+) GiB", row["notes"])
     if found is None:
         raise MeasurementError(
-            f"Row {row['id']!r} was to say what SimuMax predicts; expected a number of GiB in its notes. Restore them."
+            f"Row {row['id']!r} lacks SimuMax's prediction; expected a number of GiB in its notes. Restore the notes."
         )
     return float(found[1])
 

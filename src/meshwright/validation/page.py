@@ -27,12 +27,12 @@ _MAX_PART = 100
 _HEAD = """# Accuracy
 
 **How far are predictions from measurements?** Every set below was measured by others or beforehand, and nothing that is
-fitted saw a row that it is scored on: [how](commands/validate.md). Where a form was chosen with a view of rows that are
-scored, a number in brackets leads to a note that says so. Errors are in per cent of the measured value;
-"inside" is the share of rows inside the 80 % interval, "width" the median width of the interval; "tau" (Kendall's, from
--1 to 1) and "regret" (of the one predicted best) tell how runs of one job were put in order. A missed target stays in
-the table; the pages under Concepts say why. Beside ours stands the best of the baselines on the same rows, by the
-figure of the target (else MAPE); `meshwright validate SET` prints them all.
+fitted saw a row that it is scored on: [how](commands/validate.md). Where a model's form was chosen after looking at
+scored rows, a number in brackets leads to a note that says so. Errors are in per cent of the measured value; "inside"
+is the share of rows inside the 80 % interval, "width" the median width of the interval; "tau" (Kendall's, from -1 to 1)
+and "regret" (the loss from taking the run predicted best) say how well runs of one job are ranked. A missed target
+stays in the table; the pages under Concepts say why. Next to ours stands the best of the baselines on the same rows, by
+the figure of the target (else MAPE); `meshwright validate SET` prints them all.
 
 Made on {date} by `{command}` with Python {python}, {packages}.
 """

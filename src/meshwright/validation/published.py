@@ -30,7 +30,7 @@ _HEAD = """# Published runs
 figure, and what the command predicts.
 
 - **Nothing is fitted to these rows.** The commands are planned as on the command line, with the costs that ship:
-  tables of kernels and of collectives, datasheets, and own measurements of ops on one H100
+  tables of kernels and of collectives, datasheets, and measurements of our own of ops on one H100
   ([cost](concepts/cost.md)).
 - **Runs were chosen by how well known they are, before they were predicted.** None was dropped for its error. Two
   details of shape files were set after a first look, because the software has them: the padded vocabulary of llm.c
@@ -41,7 +41,7 @@ figure, and what the command predicts.
 - **80 %** is the [interval](concepts/intervals.md) of the predicted step. An honest interval holds 8 of 10
   published figures; a wide one says that few of the costs behind it were measured on that kind of device.
 - A command says layout, batch, sequence length, precision, recompute and
-  [software](concepts/step-times.md#software). What a run has that no option can say stands beside it, as "not in the
+  [software](concepts/step-times.md#software). What a run has that no option expresses is listed with it, as "not in the
   command". The software `megatron` has one figure that is fitted on runs of vTrain: how fast its host is.
 
 Made on {date} by `{command}`.
@@ -152,7 +152,7 @@ def _with_values(words: Sequence[str]) -> list[str]:
 
 Unit = Literal["s", "tokens/s/GPU"]
 _COMMAND = ("meshwright", "plan")
-# Where the page finds the shape files; they ship beside the data.
+# Where the page finds the shape files; they ship with the data.
 SHAPES = "examples/published/"
 
 
@@ -178,7 +178,7 @@ class PublishedRun:
     def __post_init__(self) -> None:
         for field in ("name", "title", "citation", "place"):
             if not getattr(self, field).strip():
-                raise DocumentError(f"published run {self.name!r}: {field} is empty. Say it.")
+                raise DocumentError(f"published run {self.name!r}: {field} is empty. Fill it in.")
         if not self.link.startswith("https://"):
             raise DocumentError(f"published run {self.name!r}: link is {self.link!r}; expected https://….")
         if not (math.isfinite(self.value) and self.value > 0):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Folds of rows that are left out are in files committed before the first fit, grouped by configuration. A file
 # ``splits/NAME.json`` holds the seed, the number of folds and one digit per distinct key in sorted order, as
-# `draw_split` draws them. It is never made anew for other figures: `read_folds` refuses rows whose keys are not those
+# `draw_split` draws them. It is never drawn again for other figures: `read_folds` refuses rows whose keys are not those
 # of the file, and folds that are not those of its seed. Rows of one key (repetitions, the same sizes in another dtype
 # where that would give the answer away) share a fold.
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Score:
 
     ``arm``: ours or the baseline's name. ``target``: the figure that ``judged`` ("mape", "median" or "worst") is to
     reach; None for baselines and for parts that are only reported. ``note``: what a reader of the figure has to know of
-    the rows (how many are not in it, whether the form was chosen with them in view); shown below the table. ``tau``
+    the rows (how many are not scored, whether the form was chosen with them in view); shown below the table. ``tau``
     (from -1 to 1) and ``regret``: how well the order of runs of one job is predicted (below).
     """
 

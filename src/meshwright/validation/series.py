@@ -12,7 +12,7 @@ on other meshes).
 Collectives are said by the `CollectiveModel` that users get, fitted on the training rows of the fold and asked with
 place, bytes, dtype and number of groups at once; products by its interpolation alone. Nothing of it is chosen on scored
 rows: the parameters of each fold are those that serve keys left out of its training rows best
-(`meshwright.cost.collectives.kriging`). The same model asked without dtype and groups is an arm beside it.
+(`meshwright.cost.collectives.kriging`). The same model asked without dtype and groups is another arm.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # Ours is to be at least 10 % below straight lines between the same points (the project's target).
 _SHARE_OF_LINES = 0.9
 _BASIS: tuple[Basis, ...] = ("interpolated",)
-OURS, UNTOLD = "ours", "ours, told only place and bytes"
+OURS, UNTOLD = "ours", "ours, given only place and bytes"
 LINES, ONE_LINE = "piecewise linear", "pipeDejavu's line"
 
 
@@ -79,7 +79,7 @@ def count_flagged(rows: Records) -> str:
     """Return a sentence on the rows of an op that are neither fitted nor scored."""
     noops, plateaus = rows.has_flag("noop"), rows.has_flag("plateau")
     left_out = int((noops | plateaus).sum())
-    return f"of {len(rows)} rows {left_out} are not in it: {int(noops.sum())} no-op, {int(plateaus.sum())} plateau"
+    return f"of {len(rows)} rows {left_out} are not scored: {int(noops.sum())} no-op, {int(plateaus.sum())} plateau"
 
 
 def fold_keys(rows: Records) -> list[str]:
@@ -182,7 +182,7 @@ def _score_op(op: str, table: SeriesTable, chosen: Sequence[int]) -> list[Score]
 
 
 def _straight(size: float, sizes: Floats, seconds: Floats) -> float:
-    """Seconds on the straight line through the two sizes beside one, or through the last two before it."""
+    """Seconds on the straight line through the two sizes next to one, or through the last two before it."""
     order = np.argsort(sizes)
     if len(order) == 1:
         return float(seconds[0])

@@ -68,7 +68,7 @@ SHARDINGS: dict[str, ZeroStage] = {
     # Alpa reduces gradients once per step, and its passes put reduce-scatter and all-gather for all-reduce.
     "auto-sharding": 1,
 }
-# Of these the replicas of a node share states with each other.
+# In these the replicas of a node shard states among each other.
 HYBRID = frozenset({"hsdp", "hsdp (zero-3)", "hybrid_shard", "_hybrid_shard_zero2"})
 # Nothing: whatever the number of chunks implies.
 SCHEDULES: dict[str, Schedule | None] = {

@@ -250,7 +250,7 @@ def _graph(case: StepCase) -> Graph:
 
 
 def _shard_size(setup: TrainingSetup, node: Node, replicas: int) -> int:
-    """Replicas that share states with each other, of hybrid sharding those of a node; 0 for all."""
+    """Replicas that shard states among each other, under hybrid sharding those of a node; 0 for all."""
     each = node.num_devices // (setup.tp * setup.cp * setup.ep)
     return each if setup.hybrid and 1 < each < replicas and replicas % each == 0 else 0
 

@@ -196,7 +196,7 @@ CONSTANT_OF_OTHERS, SIMUMAX = "constant share of others' large models", "SimuMax
 # Parameters from which on a model is large.
 _LARGE = 1e9
 # Rows whose source leaves out what decides their time are reported apart, too, and no baseline is fitted on them:
-# ZeRO-3 of 2021, of which it is not said what DeepSpeed gathered beside what; plans that Alpa's search made of models
+# ZeRO-3 of 2021, whose source does not say which gathers overlapped with what; plans that Alpa's search made of models
 # other than GPT.
 UNDERSPECIFIED_ZERO = ("sc21-t2-ZeRO",)
 UNDERSPECIFIED_PLANS = tuple(
@@ -232,12 +232,10 @@ class RunSet:
 
 
 _HOST = "how slowly the host issues is fitted on other rows of the same runs (calibration)"
-_TITAN = "these runs are compiled, which no plan expresses; rows without microbatches get one per stage"
+_TITAN = "these runs are compiled, the predictions are not; rows without microbatches get one per stage"
 _SIMUMAX = "the rows leave schedule and recompute empty"
-_PLANS = (
-    "under-specified: how Alpa's search split convolutions over its devices; taken is that all of them split the batch"
-)
-_ZERO = "under-specified: which version of DeepSpeed gathered what beside what is not said"
+_PLANS = "under-specified: how Alpa's search split convolutions over its devices; assumed: all of them split the batch"
+_ZERO = "under-specified: the source does not say which DeepSpeed version ran, and which gathers overlapped with what"
 PARTS = (
     RunSet(name="vTrain, one node", ids=("vtrain-single",), target=10.0, note=_HOST),
     RunSet(name="vTrain, many nodes", ids=("vtrain-multi",), target=10.0),

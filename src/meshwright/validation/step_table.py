@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 100_000
 # Lines and reasons that a message names; JSON has them all.
 _MAX_PLACES, _MAX_REASONS = 4, 12
-# What a message says of a column beside its name.
+# What a message says of a column in addition to its name.
 _UNITS = {"iter_time_s": " (seconds of a step)", "gbs_seq": " (sequences of a step)"}
 
 

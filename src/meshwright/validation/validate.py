@@ -1,7 +1,7 @@
 """Public data sets with their scores, and the scoring of a user's own table of steps.
 
 A set's function fits what has to be fitted on rows that are not scored, refuses rows that were seen, and returns ours
-beside the baselines on the same rows. Here they are only listed, run one after the other and put into rows.
+with the baselines on the same rows. Here they are only listed, run one after the other and put into rows.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class MaskedLanguageModel(_Sequences):
         tokens, _ = self._tokens()
         num_masked = max(1, round(MASKED_SHARE * self.sequence_length))
         masked = torch.rand(tokens.shape).argsort(dim=1) < num_masked
-        # The token at a masked place is drawn anew, as in one of ten cases of the source; configurations name no mask.
+        # The token at a masked place is drawn again, as in one of ten cases of the source; configurations name no mask.
         drawn = torch.randint(self.config.vocab_size, tokens.shape)
         return {"input_ids": torch.where(masked, drawn, tokens)}, (torch.where(masked, tokens, IGNORED),)
 

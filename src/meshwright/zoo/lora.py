@@ -1,4 +1,4 @@
-"""LoRA: a Llama whose weights are frozen, with small trainable adapters beside its linear layers.
+"""LoRA: a Llama whose weights are frozen, with small trainable adapters next to its linear layers.
 
     y = W x + (α / r) B A dropout(x);   A: r × inputs, B: outputs × r, B = 0 at first;   only A and B are trained
 
@@ -68,7 +68,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapters(model: Llama, shape: LoRAShape) -> Llama:
-    """Freeze a model and put adapters beside the linear layers of its blocks, in place."""
+    """Freeze a model and put adapters next to the linear layers of its blocks, in place."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name in shape.adapted:

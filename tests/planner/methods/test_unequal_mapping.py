@@ -255,7 +255,7 @@ def test_two_fast_devices_get_twice_the_layers():
 
 
 def test_bad_shares_are_refused():
-    with pytest.raises(PlanError, match="2 microbatches were to be shared among 3 devices"):
+    with pytest.raises(PlanError, match="2 microbatches cannot be divided among 3 devices"):
         optimal_shares([1.0, 2.0, 3.0], 2)
     with pytest.raises(PlanError, match="positive times"):
         optimal_shares([1.0, 0.0], 2)

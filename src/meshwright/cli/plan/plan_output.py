@@ -55,7 +55,9 @@ def place_ops(request: PlanRequest) -> None:
             raise PlanError(f"--method place takes one {name}; {len(values)} were given. Leave one of them.")
     if request.out is not None:
         if request.out.suffix != ".json":
-            raise PlanError(f"--out {request.out}: a placement is written to a file that ends in .json. Give one.")
+            raise PlanError(
+                f"--out {request.out}: a placement is written to a file that ends in .json. Give a name that does."
+            )
         refuse_replacing(request.out)
     machine = request.machine
     batch = choose_batch(request.batch, request.tokens, request.model, machine, graphs_of(request.model, request.sizes))

@@ -127,7 +127,7 @@ class PlanRequest(CommandRequest):
     ranks: Annotated[
         list[int] | None,
         typer.Option(
-            help="Number of devices to use; repeat for several numbers to choose among. By default all.",
+            help="Number of devices to use. By default all. May be given several times: the search then chooses.",
             min=1,
             max=MAX_RANKS,
         ),
@@ -148,14 +148,14 @@ class PlanRequest(CommandRequest):
     ] = None
     microbatch_size: Annotated[
         list[int] | None,
-        typer.Option("--microbatch-size", "-m", help="Only these microbatch sizes; repeat for several.", min=1),
+        typer.Option("--microbatch-size", "-m", help="Only this microbatch size. May be given several times.", min=1),
         Of("search", "place"),
     ] = None
     schedule: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Only these schedules: {', '.join(SCHEDULE_NAMES)}, or your own: file.py:function or orders.csv; "
-            "repeat for several. By default 1f1b, gpipe, interleaved and zb-h1."
+            help=f"Only this schedule: {', '.join(SCHEDULE_NAMES)}, or your own: file.py:function or orders.csv. By "
+            "default 1f1b, gpipe, interleaved and zb-h1. May be given several times."
         ),
         Of("search"),
     ] = None
@@ -180,8 +180,8 @@ class PlanRequest(CommandRequest):
     tensor: Annotated[
         list[int] | None,
         typer.Option(
-            help="Tensor parallelism: the number of devices to split every op over, as far as it can be split; repeat "
-            "to let the search choose.",
+            help="Tensor parallelism: the number of devices to split every op over, as far as it can be split. May be "
+            "given several times: the search then chooses.",
             min=1,
         ),
         Of("search"),
@@ -198,8 +198,8 @@ class PlanRequest(CommandRequest):
     context: Annotated[
         list[int] | None,
         typer.Option(
-            help="Context parallelism: the number of devices to split the tokens of every sequence over; repeat to "
-            "let the search choose.",
+            help="Context parallelism: the number of devices to split the tokens of every sequence over. May be given "
+            "several times: the search then chooses.",
             min=1,
         ),
         Of("search"),
@@ -208,7 +208,7 @@ class PlanRequest(CommandRequest):
         list[int] | None,
         typer.Option(
             help="Expert parallelism: the number of devices to spread the experts of every layer over, each with its "
-            "own samples; repeat to let the search choose.",
+            "own samples. May be given several times: the search then chooses.",
             min=1,
         ),
         Of("search"),
@@ -219,7 +219,7 @@ class PlanRequest(CommandRequest):
             metavar="OP=AXIS:DIM",
             help="Split ops by your own choice: the name of an op or module (* and ? as in file names), an axis, and a "
             "dim of the first output or input, as in 'embeddings.*=expert:output1'; without a dim the ops stay whole. "
-            "Repeat for several.",
+            "May be given several times.",
         ),
         Of("search", unless=_unless_split),
     ] = None
@@ -228,7 +228,7 @@ class PlanRequest(CommandRequest):
         list[int] | None,
         typer.Option(
             help="What replicas shard instead of each keeping a copy: nothing (0), optimizer states (1), gradients "
-            "too (2), parameters too (3, as FSDP does); repeat to let the search choose.",
+            "too (2), parameters too (3, as FSDP does). May be given several times: the search then chooses.",
             min=0,
             max=3,
         ),
@@ -238,8 +238,8 @@ class PlanRequest(CommandRequest):
         list[int] | None,
         typer.Option(
             help="With --zero 1 to 3: the number of replicas that shard states among each other, such as the 8 of a "
-            "node; gradients are also summed across such groups (HSDP). 0: all replicas; repeat to let the search "
-            "choose.",
+            "node; gradients are also summed across such groups (HSDP). 0: all replicas. May be given several "
+            "times: the search then chooses.",
             min=0,
         ),
         Of("search", unless=_unless_trained),
@@ -250,8 +250,8 @@ class PlanRequest(CommandRequest):
             metavar="WHAT",
             help="What is recomputed in the backward pass instead of being kept: none, op (blocks except matrix "
             "products and attention), attention, every-2 (every second block), full (every block), keep=KIND+KIND "
-            "(blocks except these ops), layers such as 0:12, or words for stages such as full@0,op@1:3; repeat to let "
-            "the search choose.",
+            "(blocks except these ops), layers such as 0:12, or words for stages such as full@0,op@1:3. May be given "
+            "several times: the search then chooses.",
         ),
         Of("search", unless=_unless_trained),
     ] = None
@@ -261,7 +261,7 @@ class PlanRequest(CommandRequest):
             metavar="WHAT=WHERE",
             help="What is offloaded from the devices: optimizer=host or optimizer=nvme, where the states are kept and "
             "the host computes the optimizer step; parameters=host, with --zero 3; activations=host, until the "
-            "backward pass. Repeat for several, or separate them by commas. none: nothing; by default offload is "
+            "backward pass. May be given several times, or once with commas. none: nothing; by default offload is "
             "tried only if nothing else fits.",
         ),
         Of("search", unless=_unless_trained),
@@ -290,8 +290,8 @@ class PlanRequest(CommandRequest):
     memory_margin: Annotated[
         float | None,
         typer.Option(
-            help="Share that must be left beside the memory that a plan is predicted to reserve. By default 0.15 on "
-            "GPUs, the error that 9 of 10 predictions stay below, and 0 on CPUs and with --memory-limit.",
+            help="The memory that a plan is predicted to reserve, plus this share of it, must fit. By default "
+            "0.15 on GPUs, the error that 9 of 10 predictions stay below, and 0 on CPUs and with --memory-limit.",
             min=0,
             max=10,
         ),
@@ -336,7 +336,7 @@ class PlanRequest(CommandRequest):
         typer.Option(
             help="How to search: auto (the method that fits the problem), slicing, pipedream, alpa, flexflow, "
             "differentiable, "
-            "unequal, grid, latency, your own as file.py:function, or place (every op on a device of its own)."
+            "unequal, grid, latency, your own as file.py:function, or place (a device chosen for every single op)."
         ),
         Of("search", "place"),
     ] = "auto"
@@ -363,14 +363,14 @@ class PlanRequest(CommandRequest):
         Path | None,
         typer.Option(
             "--from",
-            help="Start from this plan, made for machines as they were: stages, replicas and microbatches are found "
-            "anew in a second; how ops are split, states shared and parts recomputed stays.",
+            help="Start from this earlier plan on changed machines. Stages, replicas and microbatches are searched "
+            "again (about a second); sharding, ZeRO and recompute are kept.",
         ),
         Of("from"),
     ] = None
     fix: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=RANK, a layer, module or op and its device; repeat for several."),
+        typer.Option(help="Assign a layer, module or op to a rank: NAME=RANK. May be given several times."),
         Of("place"),
     ] = None
     as_json: JsonOption = False

@@ -383,7 +383,7 @@ def _scaled_sentence(deployment: Deployment, result: ServingResult) -> tuple[str
     up = result.scaled.series[:, 1]
     whole = deployment.devices * result.end_s
     return (
-        f"{result.scaled.mean_devices:.2f} devices up in the mean, {up.min():.0f} to {up.max():.0f}, and "
+        f"{result.scaled.mean_devices:.2f} devices up on average, {up.min():.0f} to {up.max():.0f}, and "
         f"{result.scaled.num_starts} starts: {result.scaled.device_s:.4g} device-seconds, "
         f"{format_percent(result.scaled.device_s / whole if whole else 0.0)} of what all {deployment.devices} take.",
     )
@@ -449,8 +449,8 @@ def _print_capacity(deployment: Deployment, policies: Sequence[str], request: Si
                 "uncoordinated_devices": found.uncoordinated if math.isfinite(found.uncoordinated) else None,
             }
         )
-        without = f"{found.uncoordinated:.2f}" if math.isfinite(found.uncoordinated) else "no number does"
-        told = f"If devices take turns, {found.staggered:.2f} suffice; if they do not, {without}."
+        without = f"{found.uncoordinated:.2f}" if math.isfinite(found.uncoordinated) else "no number"
+        told = f"Enough devices: {found.staggered:.2f} if staggered, {without} if not coordinated."
     shown = ("policy", "num_devices", "worst_in_time_share", "one_less_in_time_share", "busy_share")
     _put({"policies": rows}, request, make_table([{name: row[name] for name in shown} for row in rows]), told)
 
@@ -473,6 +473,6 @@ def _bound_sentence(deployment: Deployment, bounds: dict[str, float | None]) -> 
         return "Nothing arrives."
     devices = "devices, if each held all models" if deployment.groups else "devices"
     return (
-        f"Bound of these {devices}: {staggered:.3f} times these rates if devices take turns, "
-        f"{uncoordinated:.3f} times if they do not."
+        f"Upper bound for these {devices}: {staggered:.3f} times these rates if their batches are staggered, "
+        f"{uncoordinated:.3f} times if they are not coordinated."
     )

@@ -64,8 +64,8 @@ class SimulateRequest(CommandRequest):
     scenario: Annotated[
         list[str] | None,
         typer.Option(
-            help="What happens to the machines: a .toml file, or a shipped scenario by name; repeat to add another "
-            "one on top."
+            help="What happens to the machines: a .toml file, or a shipped scenario by name. May be given several "
+            "times; each is added on top of the ones before."
         ),
         _OF_PLANS,
     ] = None
@@ -86,8 +86,8 @@ class SimulateRequest(CommandRequest):
         list[str] | None,
         typer.Option(
             metavar="PARAMETER=VALUES",
-            help="Simulate every value of a parameter of plan, scenario or deployment; repeat for a grid. Values: "
-            "1,2,4 or 1..3:5 or 0..9; --out then takes a .csv file.",
+            help="Simulate every value of a parameter of plan, scenario or deployment. Values: 1,2,4 or 1..3:5 or "
+            "0..9; --out then takes a .csv file. May be given several times, for a grid.",
         ),
     ] = None
     plot: Annotated[
@@ -112,8 +112,8 @@ class SimulateRequest(CommandRequest):
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compare with this schedule for the same stages (of a deployment: policy); repeat. With your own "
-            "schedule: gpipe and 1f1b."
+            help="Also simulate this schedule for the same stages (for a deployment: this policy), and compare. May be "
+            "given several times. By default a plan with a schedule of your own is compared with gpipe and 1f1b."
         ),
         Of("plan", "deployment"),
     ] = None
@@ -166,7 +166,10 @@ class SimulateRequest(CommandRequest):
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Write the timeline to this file (.json); of a sweep a .csv, of a deployment results."
+            "--out",
+            "-o",
+            help="Write the timeline to this file (.json); with --sweep the table (.csv), for a deployment the "
+            "results.",
         ),
     ] = None
     trace: Annotated[TraceOption, _OF_ONE] = None

@@ -66,10 +66,11 @@ def tables_of_listing(listing: dict[str, Any], name: str) -> list[NarrowTable]:
     orders = [{**row, "ranks": _name_ranks(row["ranks"])} for row in listing["orders"]]
     tables = [
         make_table(listing["collectives"], title=title, collapse="collective"),
-        make_table(orders, title="orders of the ranks; of a tree the parent of each rank as given"),
+        make_table(orders, title="orders of the ranks (for a tree: the parent of each rank)"),
     ]
     if listing["limits"]:
-        tables.append(make_table(listing["limits"], title="an all-reduce between the nodes, beside spare machines"))
+        title = "all-reduce across nodes, with spare machines as parameter servers"
+        tables.append(make_table(listing["limits"], title=title))
     return tables
 
 

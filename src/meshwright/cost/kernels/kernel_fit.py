@@ -97,7 +97,7 @@ DEFAULTS = BoostingSettings()
 _FOLDS = 5
 # The fewest residuals for an interval.
 _MIN_RESIDUALS = 20
-# Below this number of own rows, the interval for unmeasured devices is included too.
+# Below this number of the device's own rows, the interval for unmeasured devices is included too.
 _MIN_OWN = 9
 # The most rows of a correction, which evaluates all of them for every query.
 _MAX_CORRECTED = 500

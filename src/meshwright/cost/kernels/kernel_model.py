@@ -143,7 +143,7 @@ class KernelModel:
     def usual_family(self, kernel: Kernel) -> str:
         """Return the family with the most rows of the op: for device and dtype, for the dtype, its arithmetic, or any.
 
-        For a device that the model was adapted to, it is a family with own rows.
+        For a device that the model was adapted to, it is a family with rows of that device.
         """
         for kin in _kin(kernel, None):
             counts = Counter({group.family: 0 for group in self.groups})

@@ -81,8 +81,8 @@ def trace_step(
     """
     if workload.global_batch % num_microbatches:
         raise GraphError(
-            f"A step of {workload.global_batch} samples was to be made of {num_microbatches} microbatches; expected a "
-            "number that divides it. Choose one."
+            f"A step of {workload.global_batch} samples cannot be made of {num_microbatches} microbatches; expected a "
+            "divisor of the samples. Choose such a number of microbatches."
         )
     order = [(is_backward, index) for index in range(num_microbatches) for is_backward in (False, True)]
     stage = slice_graph(graph, [(0, len(graph.layers))])[0]

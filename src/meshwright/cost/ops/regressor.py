@@ -94,7 +94,7 @@ _RESOLUTION_S = 2e-7
 _MOST_S = 86_400.0
 # The spread is (p90 - p10) / median: 2.56 deviations of a normal distribution.
 _SPREAD_DEVIATIONS = 2.56
-# The quantile of a normal deviation that contains INTERVAL_SHARE; used with too few rows for an own one.
+# The quantile of a normal deviation that contains INTERVAL_SHARE; used with too few rows for a quantile of their own.
 _NORMAL_QUANTILE = 1.28
 _BASIS: tuple[Basis] = ("regressed",)
 

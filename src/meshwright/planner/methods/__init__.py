@@ -36,7 +36,7 @@ __all__ = ["METHODS", "OPEN_METHODS", "check_shard_sizes", "find_method"]
 
 
 def check_shard_sizes(name: str, shard_sizes: Sequence[int]) -> None:
-    """Raise PlanError for a shard size and a method that does not support groups of replicas that share states."""
+    """Raise PlanError for a shard size and a method that does not support groups of replicas that shard states."""
     if any(shard_sizes) and name in _WITHOUT_SHARD_SIZES:
         raise PlanError(
             f"A shard size of {max(shard_sizes)} was given for the method {name}, which shards states over all "

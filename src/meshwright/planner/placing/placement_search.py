@@ -40,6 +40,7 @@ from meshwright.spec import (
     Workload,
     format_bytes,
 )
+from meshwright.spec.memory import name_part
 
 Floats = NDArray[np.float64]
 
@@ -435,8 +436,8 @@ def _does_not_fit(problem: PlaceProblem, placement: Placement) -> NoFeasiblePlan
     peak = simulation.memory[rank]
     return NoFeasiblePlanError(
         f"No placement of {problem.model} was found that fits: at best rank {rank} needs "
-        f"{format_bytes(peak.total_bytes)} of {format_bytes(limit[rank])}, most of it {peak.owner}. Give more devices, "
-        "smaller microbatches (num_microbatches), or loosen constraints."
+        f"{format_bytes(peak.total_bytes)} of {format_bytes(limit[rank])}; the largest part: {name_part(peak.owner)}. "
+        "Give more devices, smaller microbatches (num_microbatches), or loosen constraints."
     )
 
 

@@ -219,7 +219,7 @@ def _check(plan: Plan) -> None:
             raise PlanError(
                 f"The schedule {plan.schedule} was given {plan.num_microbatches} microbatches for the "
                 f"{len(stage.ranks)} replicas of stage {index}; expected a multiple, because replicas update their "
-                "weights together. Choose such a number of microbatches, or another schedule."
+                f"weights together. Choose a multiple of {len(stage.ranks)} microbatches, or another schedule."
             )
         if plan.schedule == "pipedream-2bw" and num_active(plan, index) * len(stage.ranks) > plan.num_microbatches:
             raise PlanError(

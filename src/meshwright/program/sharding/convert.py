@@ -217,8 +217,8 @@ class Conversions:
         for index, op in enumerate(facts.graph.ops):
             for position, (tensor, want) in enumerate(zip(op.inputs, state.wanted(index), strict=True)):
                 have, partial = state.places.get(tensor), state.sums_gradient(index, position)
-                # For tensors that depend on parameters alone, ranks with own samples have parts of the gradient, which
-                # are summed together with the parameters' gradients.
+                # For tensors that depend on parameters alone, ranks with samples of their own have parts of the
+                # gradient, which are summed together with the parameters' gradients.
                 is_summed = facts.own_samples and facts.input_free[tensor] and not facts.is_parameter(tensor)
                 if (index, position) in self.read or (have == want and is_summed):
                     continue

@@ -289,8 +289,8 @@ def check_experts(size: int, module: str, num_experts: int) -> None:
     if num_experts % size:
         few = f"fewer experts than ranks: {num_experts}" if num_experts < size else f"{num_experts} experts"
         raise PlanError(
-            f"expert = {size} lays experts out over ranks, but {module!r} has {few}; expected a number that it "
-            f"divides. Choose a divisor of {num_experts}."
+            f"Expert parallelism over expert = {size} ranks was requested, but {module!r} has {few}; expected a "
+            f"divisor of {num_experts}. Choose such a number of ranks."
         )
 
 

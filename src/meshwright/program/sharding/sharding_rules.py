@@ -237,8 +237,9 @@ class ExpertRule(_OwnFirst):
                 counts[op.module or op.name] = size
         if not (counts or self.own):
             raise PlanError(
-                f"expert = {facts.size} lays experts out over ranks, but graph {graph.name!r} has none: no grouped "
-                "product, and no batched product with a matrix per expert. Choose 1, or placements of its tables."
+                f"Expert parallelism over expert = {facts.size} ranks was requested, but graph {graph.name!r} has no "
+                "experts: no grouped product, and no batched product with a matrix per expert. Choose 1, or placements "
+                "of its tables."
             )
         for module, count in counts.items():
             check_experts(facts.size, module, count)
@@ -318,7 +319,7 @@ def _check_heads(facts: AxisGraph, index: int) -> None:
         if heads > 1 and heads % facts.size:
             raise PlanError(
                 f"tensor = {facts.size} cannot split attention {op.name!r} ({op.module}), which has {heads} {what}; "
-                f"expected a divisor of {heads}. Choose one."
+                f"expected a divisor of {heads}. Choose such a number of ranks."
             )
 
 

@@ -38,7 +38,7 @@ MAX_OPCODES = 5_000_000
 # Longer integers cannot be sizes or counts; decoding them would take time and memory.
 _MAX_INTEGER_BYTES = 16
 
-_REMEDY = "Only tables of numbers are read; write the file anew as CSV or parquet if you trust its origin."
+_REMEDY = "Only tables of numbers are read; convert the file to CSV or parquet if you trust its origin."
 _SCALARS = {"f8": "<d", "i8": "<q"}
 # A text stands for the bytes of one number; a longer one, kept once and encoded often, would fill the memory.
 _MAX_ENCODED = max(map(struct.calcsize, _SCALARS.values()))
@@ -175,7 +175,7 @@ class _Machine:
         self._stack[-1].items.extend(zip(items[::2], items[1::2], strict=True))
 
     def stack_global(self) -> None:
-        """A global named by two texts."""
+        """A global named by two strings."""
         last, first = self.pop(), self.pop()
         if type(first) is not str or type(last) is not str:
             raise ValueError("no names")
@@ -379,7 +379,10 @@ def _products(key: Any, points: Any) -> Iterator[Row]:
     for flops, seconds, raised in _points(points):
         side = round((flops / 2) ** (1 / 3))
         if 2 * side**3 != flops:
-            raise DocumentError(f"A product of {flops} operations is of no square matrices. Check the file.")
+            raise DocumentError(
+                f"A product of {flops} operations is not one of square matrices, for which 2 n³ is expected. Check the "
+                "file."
+            )
         flag = "noop" if flops == 0 else "plateau" if raised else ""
         shapes = named_shapes(m=side, n=side, k=side)
         yield {"op": "matmul", "shapes": shapes, "dtype": _DTYPES[code], "seconds": seconds, "flags": flag}

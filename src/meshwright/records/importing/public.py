@@ -61,7 +61,7 @@ def read_public(columns: Columns, *, source: str) -> Imported | None:
                 ) from None
             except (ValueError, TypeError, OverflowError) as error:
                 raise DocumentError(
-                    f"{source}: a table of {kind} with odd figures ({error}). Check the file."
+                    f"{source}: a table of {kind} with impossible figures ({error}). Check the file."
                 ) from None
             return Imported(kind=kind, records=records, left_out=left_out)
     return None
@@ -172,7 +172,7 @@ def _columns(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# The columns of these tables that hold numbers; in a CSV, they are texts too.
+# The columns of these tables that hold numbers; in a CSV, they are strings, too.
 NUMBERS = _columns(
     "m n k batch_size isl step num_heads num_key_value_heads head_dim window_size num_gpus message_size n_gpus "
     "size_bytes latency out_of_place_time_us"

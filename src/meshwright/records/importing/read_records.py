@@ -57,10 +57,10 @@ _NO_KERNEL = "ops that start no kernel"
 _NO_AGREEMENT = "ops of no named operator (collectives, custom ones)"
 _NO_TIME = "ops whose start or duration is negative or no number"
 _ODD_KERNELS = "ops with a kernel whose duration is negative or no number"
-_NOT_TENSORS = "ops with impossible inputs (negative sizes, invalid texts)"
+_NOT_TENSORS = "ops with impossible inputs (negative sizes, invalid strings)"
 _EMPTY = "ops on tensors without elements"
 # Libkineto prints figures as C++ does, so that a division by zero among them (blocks per multiprocessor) is not valid
-# JSON. Texts are matched first and stay.
+# JSON. Strings are matched first and stay.
 _BARE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:inf|infinity|nan)\b', re.IGNORECASE | re.DOTALL)
 _ANY_BARE = re.compile(rb"[:,\[]\s*-?(?:inf|infinity|nan)\b", re.IGNORECASE)
 # The profiler counts nanoseconds in 64 bits and writes microseconds.
@@ -421,7 +421,7 @@ def _parquet(path: Path, content: bytes) -> Imported:
         return Imported(kind="a measurement table", records=parse_records(content, path))
     columns = parse_columns(content, path, public_columns(schema.names))
     if texts := [name for name, column in columns.items() if name in NUMBERS and column.dtype == object]:
-        raise DocumentError(f"{path}: column {texts[0]!r} holds texts; expected numbers. Write the table again.")
+        raise DocumentError(f"{path}: column {texts[0]!r} holds strings; expected numbers. Write the table again.")
     return _public(columns, path)
 
 

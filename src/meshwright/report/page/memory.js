@@ -79,7 +79,7 @@
       const limit = limit_bytes === null ? "" : ` of ${bytes(limit_bytes)}`, most = biggest(parts);
       const fits = limit_bytes === null ? "" : num_over ? ` Does not fit: ${num_over} of ${num_ranks} ranks need more than their limit.` : ` Fits on all ${num_ranks} ranks.`;
       const origin = this.counts.origin ? `${this.counts.origin[0].toUpperCase()}${this.counts.origin.slice(1)}: ` : "";
-      return `${origin}${origin ? "f" : "F"}ullest is rank ${rank} with ${bytes(peak_bytes)}${limit}${most ? `, most of it ${most}` : ""}.${fits}`;
+      return `${origin}${origin ? "f" : "F"}ullest is rank ${rank} with ${bytes(peak_bytes)}${limit}${most ? `, largest part: ${most}` : ""}.${fits}`;
     }
 
     row(rank) { return this.rows.find((item) => item.rank === rank); }
@@ -99,7 +99,7 @@
 
     drawBar({ rank, peak_bytes, limit_bytes, parts }, scale) {
       const { bytes } = Meshwright.format, pieces = byOwner(parts, this.counts.groups), whole = pieces.length ? pieces : [["other", peak_bytes]];
-      const words = `rank ${rank}: ${bytes(peak_bytes)}${limit_bytes === null ? "" : ` of ${bytes(limit_bytes)}`}${biggest(parts) ? `, most of it ${biggest(parts)}` : ""}`;
+      const words = `rank ${rank}: ${bytes(peak_bytes)}${limit_bytes === null ? "" : ` of ${bytes(limit_bytes)}`}${biggest(parts) ? `, largest part: ${biggest(parts)}` : ""}`;
       const over = limit_bytes !== null && peak_bytes > limit_bytes;
       const segments = whole.map(([owner, size]) => element("span", { class: `mw-segment mw-own-${owner}`, style: { width: `${(100 * size) / scale}%` } }));
       const limit = limit_bytes !== null && limit_bytes <= scale ? element("span", { class: "mw-limit", style: { left: `${(100 * limit_bytes) / scale}%` } }) : null;

@@ -12,7 +12,7 @@
       const body = element("div");
       box.append(body);
       const view = { update: (next) => { view.context = next; view.width = body.clientWidth; refill(body, next); }, redraw() {} };
-      // Drawn anew where the width changes, so that its writing stays readable.
+      // Redrawn where the width changes, so that its writing stays readable.
       new ResizeObserver(() => { if (body.clientWidth !== view.width) view.update(view.context); }).observe(body);
       view.update(context);
       return view;

@@ -48,8 +48,8 @@ def export_accelerate(facts: RegularPlan) -> Settings:
     plan = facts.plan
     if plan.sharding.expert > 1:
         raise PlanError(
-            f"The plan lays experts out over {plan.sharding.expert} ranks, for which {SYSTEM} has no setting. Plan "
-            "without --expert; --as torchtitan, megatron and deepspeed can say it."
+            f"The plan has expert parallelism over {plan.sharding.expert} ranks, for which {SYSTEM} has no setting. "
+            "Plan without --expert; --as torchtitan, megatron and deepspeed support it."
         )
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -106,12 +106,12 @@ def _way(facts: RegularPlan) -> Literal["plain", "fsdp", "megatron"]:
 def _distributed_type(facts: RegularPlan) -> str:
     way = _way(facts)
     if way != "plain" and facts.is_cpu:
-        what = "pipelines, split ops and shared states only through Megatron-LM, which trains on GPUs"
+        what = "pipelines, split ops and sharded states only through Megatron-LM, which trains on GPUs"
         if way == "fsdp":
-            what = "shared gradients only through FSDP, which it starts on GPUs"
+            what = "sharded gradients only through FSDP, which it starts on GPUs"
         raise PlanError(
             f"accelerate makes {what}; this plan is for {facts.plan.cluster!r}. A plan of one stage of whole ops with "
-            "nothing shared can be expressed (`meshwright plan --stages 1`)."
+            "nothing sharded can be expressed (`meshwright plan --stages 1`)."
         )
     if way != "plain":
         return {"fsdp": "FSDP", "megatron": "MEGATRON_LM"}[way]
@@ -152,13 +152,13 @@ def _megatron(facts: RegularPlan) -> dict[str, Any]:
     require_transformer(facts, "Megatron-LM, through which accelerate makes pipelines, split ops and ZeRO 1,")
     if facts.zero >= 2:
         raise PlanError(
-            f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; accelerate has FSDP for "
-            "one stage, and Megatron-LM's pipelines with ZeRO 1. Plan with --zero 1, or --stages 1."
+            f"The plan shards gradients (ZeRO {facts.zero}) in {facts.num_stages} pipeline stages; accelerate has FSDP "
+            "for one stage, and Megatron-LM's pipelines with ZeRO 1. Plan with --zero 1, or --stages 1."
         )
     if facts.is_hybrid:
         raise PlanError(
-            f"The plan shares optimizer states in groups of {facts.shard_size} replicas by ZeRO 1; accelerate's "
-            "Megatron-LM plugin shares them among all replicas. Plan without --shard, or with --zero 2 or 3 and "
+            f"The plan shards optimizer states in groups of {facts.shard_size} replicas (ZeRO 1); accelerate's "
+            "Megatron-LM plugin shards them among all replicas. Plan without --shard, or with --zero 2 or 3 and "
             "--stages 1."
         )
     require_even_tokens(facts, PLUGIN)

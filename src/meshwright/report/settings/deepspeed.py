@@ -86,17 +86,17 @@ def _refuse(facts: RegularPlan) -> None:
     if sharding.context > 1:
         raise PlanError(
             "DeepSpeed splits sequences by exchanging heads of attention (Ulysses), and has no rings of keys and "
-            "values. Plan without --context; --as megatron and --as torchtitan can say it."
+            "values. Plan without --context; --as megatron and --as torchtitan support it."
         )
     if uses_autotp(facts) and sharding.sequence_parallel:
         raise PlanError(
             "DeepSpeed's AutoTP keeps tokens whole between split products. Plan without --sequence-parallel; --as "
-            "megatron and --as torchtitan can say it."
+            "megatron and --as torchtitan support it."
         )
     if facts.is_hybrid and facts.zero < 3:
         raise PlanError(
-            f"The plan shares states in groups of {facts.shard_size} replicas by ZeRO {facts.zero}; DeepSpeed does so "
-            "by MiCS, with ZeRO 3 alone. Plan with --zero 3, or without --shard."
+            f"The plan shards states in groups of {facts.shard_size} replicas (ZeRO {facts.zero}); DeepSpeed does so "
+            "by MiCS, with ZeRO 3 only. Plan with --zero 3, or without --shard."
         )
     offload = facts.plan.offload
     if offload.optimizer != "device" and (facts.num_stages > 1 or not facts.zero):
@@ -110,13 +110,13 @@ def _refuse(facts: RegularPlan) -> None:
     if sharding.expert > 1 and (facts.num_stages > 1 or facts.zero == 3):
         what = "in a pipeline" if facts.num_stages > 1 else "under ZeRO 3"
         raise PlanError(
-            f"The plan lays experts out {what}, where DeepSpeed has none. Plan with one stage and --zero 0 to 2; --as "
-            "torchtitan can say it."
+            f"The plan has expert parallelism {what}, which DeepSpeed does not support. Plan with one stage and --zero "
+            "0 to 2, or write the settings with --as torchtitan."
         )
     if facts.num_stages > 1 and facts.zero >= 2:
         raise PlanError(
-            f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; DeepSpeed's pipeline "
-            "refuses ZeRO 2 and 3. Plan with --zero 1, or --stages 1."
+            f"The plan shards gradients (ZeRO {facts.zero}) in {facts.num_stages} pipeline stages; DeepSpeed's "
+            "pipeline does not support ZeRO 2 and 3. Plan with --zero 1, or --stages 1."
         )
 
 
@@ -241,7 +241,7 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
     if plan.offload.activations == "host":
         items.append(
             Unsaid(
-                what="activations that are copied beside what the device computes, and those outside of blocks",
+                what="activations that are copied while the device computes, and those outside of blocks",
                 reason="DeepSpeed computes on when a block's inputs are copied, and copies nothing else",
             )
         )
@@ -253,13 +253,16 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
         items.append(Unsaid(what="gradients in float32", reason="without ZeRO DeepSpeed keeps them in bfloat16"))
     if plan.workload.precision == "bfloat16":
         items.append(
-            Unsaid(what="states in bfloat16, no master weights", reason="DeepSpeed keeps both in float32 beside them")
+            Unsaid(
+                what="states in bfloat16, no master weights",
+                reason="DeepSpeed keeps states and master weights in float32, besides the bfloat16 weights",
+            )
         )
     if plan.workload.numbers.values == "bfloat16" and is_copied:
         items.append(
             Unsaid(
                 what="master weights and optimizer states whole on every replica",
-                reason="in a pipeline of bfloat16 DeepSpeed shares them among the replicas, which takes less memory",
+                reason="in a pipeline of bfloat16 DeepSpeed shards them among the replicas, which takes less memory",
             )
         )
     items += unsaid_products(facts)
@@ -269,7 +272,7 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
 def _unsaid_split(facts: RegularPlan) -> list[Unsaid]:
     plan, items = facts.plan, []
     if facts.zero:
-        items += unsaid_experts(facts, SYSTEM, "shares its states among these ranks, too: less memory")
+        items += unsaid_experts(facts, SYSTEM, "shards its states among these ranks, too: less memory")
     if facts.zero == 1 and facts.num_stages > 1 and plan.exchange.overlap:
         items.append(Unsaid(what="sums that overlap with backward", reason="DeepSpeed's pipeline sums after it"))
     if facts.zero >= 2:

@@ -145,7 +145,7 @@ def _exchange(facts: RegularPlan) -> dict[str, Any]:
     if facts.is_hybrid:
         values["--num-distributed-optimizer-instances"] = facts.num_groups
     if offload.optimizer == "host":
-        # The first needs the second (megatron/training/arguments.py); the third copies beside steps, as the plan does.
+        # The first needs the second (megatron/training/arguments.py); the third copies during steps, as the plan does.
         values |= {
             "--optimizer-cpu-offload": True,
             "--use-precision-aware-optimizer": True,
@@ -282,7 +282,7 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
     if facts.zero == 2:
         items.append(
             Unsaid(
-                what="parameters gathered beside every forward",
+                what="parameters gathered during every forward",
                 reason="with optim_grads Megatron-FSDP keeps them whole and gathers them once per step",
             )
         )
@@ -295,7 +295,10 @@ def _unsaid(facts: RegularPlan) -> tuple[Unsaid, ...]:
         )
     if plan.workload.precision == "bfloat16":
         items.append(
-            Unsaid(what="states in bfloat16, no master weights", reason="Megatron-LM keeps both in float32 beside them")
+            Unsaid(
+                what="states in bfloat16, no master weights",
+                reason="Megatron-LM keeps states and master weights in float32, besides the bfloat16 weights",
+            )
         )
     if plan.workload.precision == "float8":
         items.append(Unsaid(what="factors kept in bfloat16", reason="Transformer Engine keeps them in float8"))
@@ -311,7 +314,7 @@ def unsaid_split(facts: RegularPlan) -> list[Unsaid]:
     sharding, shape = facts.plan.sharding, facts.shape
     items = unsaid_states_of_context(facts, "Megatron-LM")
     if facts.zero == 1:
-        items += unsaid_experts(facts, "Megatron-LM", "shares its states among these ranks, too: less memory")
+        items += unsaid_experts(facts, "Megatron-LM", "shards its states among these ranks, too: less memory")
     if sharding.sequence_parallel and not sharding.regather:
         items.append(
             Unsaid(

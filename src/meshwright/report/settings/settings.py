@@ -137,7 +137,7 @@ def refuse_unknown(plan: Plan) -> None:
     if wrong := plain.only_simulated or (f"follows the schedule {plain.schedule}{several}" if follows else ""):
         raise PlanError(
             f"The plan {wrong}; settings are written for {', '.join(BASIC_SCHEDULES)} and your own schedules, with one "
-            "stage on every rank. Plan so."
+            "stage on every rank. Plan with such a schedule."
         )
     if unknown := unknown_choices(plan):
         raise PlanError(
@@ -225,12 +225,12 @@ def require_even_tokens(facts: RegularPlan, system: str) -> None:
 
 
 def refuse_split_experts(facts: RegularPlan, system: str) -> None:
-    """Raise PlanError for experts beside split ops: other systems give each rank only a part of the tokens there."""
+    """Raise PlanError for experts with split ops: other systems give each rank only a part of the tokens there."""
     sharding = facts.plan.sharding
     if sharding.expert > 1 and sharding.expert != sharding.width:
         raise PlanError(
-            f"The plan lays experts out beside other axes ({sharding.describe()}), whose ranks all compute the "
-            f"experts for the same tokens; {system} divides the tokens among them. Plan with --expert alone."
+            f"The plan combines expert parallelism with other axes ({sharding.describe()}), whose ranks all compute "
+            f"the experts for the same tokens; {system} divides the tokens among them. Plan with --expert alone."
         )
 
 
@@ -254,7 +254,7 @@ def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1
     return [
         Unsaid(
             what="states whole on every rank of the context axis",
-            reason=f"{system} shares them among the ranks of this axis, too, which takes less memory",
+            reason=f"{system} shards them among the ranks of this axis, too, which takes less memory",
         )
     ]
 

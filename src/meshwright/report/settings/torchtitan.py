@@ -205,10 +205,10 @@ def _unsaid_split(facts: RegularPlan) -> list[Unsaid]:
         items.append(
             Unsaid(
                 what="parameters and states whole on every rank of the context axis",
-                reason="torchtitan always shares them out by FSDP2 there: less memory, more traffic",
+                reason="torchtitan always shards them by FSDP2 there: less memory, more traffic",
             )
         )
-    items += unsaid_experts(facts, SYSTEM, "shares it out by FSDP2 among them: less memory, more traffic")
+    items += unsaid_experts(facts, SYSTEM, "shards it by FSDP2 among them: less memory, more traffic")
     if sharding.context > 1 and sharding.context_method == "ring":
         items.append(Unsaid(what="keys and values sent round a ring", reason="torchtitan gathers them"))
     if sharding.regather:

@@ -86,7 +86,7 @@ class Rewritten(nn.Module):
         if spec != self._layout.spec:
             raise RewriteError(
                 f"The rewritten model was called with {spec}; it was made for {self._layout.spec}. Call it like the "
-                "batch that it was rewritten for, or rewrite it anew."
+                "batch that it was rewritten for, or rewrite it again."
             )
         tensors = [leaves[position] for position in self._layout.positions]
         for name, tensor, size in zip(self._layout.names, tensors, self._sizes, strict=True):

@@ -124,8 +124,8 @@ class Reader:
     def full(self, type_: TensorType, value: float) -> int | None:
         """Return a constant of one number in float32; None for others.
 
-        In torch a scalar keeps its precision beside tensors of other dtypes: 0.1 beside float64 is another number, and
-        beside bfloat16 it is not rounded. And -0.0 compares equal to 0.0 but differs from it.
+        In torch a scalar keeps its precision with tensors of other dtypes: 0.1 with float64 is another number, and
+        with bfloat16 it is not rounded. And -0.0 compares equal to 0.0 but differs from it.
         """
         if type_.dtype != "float32" or (value == 0 and math.copysign(1.0, value) < 0):
             return None

@@ -81,7 +81,7 @@ def _conv(padding: str) -> OperatorStep:
 def usual_domain(*more: OperatorStep, **sizes: int) -> Domain:
     """Return the domain of the shipped rules: 19 operators over matrices, a number, images and kernels.
 
-    ``more``: steps beside the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width;
+    ``more``: steps besides the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width;
     missing ones have the usual values.
     """
     numbers = {"m": 2, "k": 3, "n": 5, "c": 3, "h": 4, **sizes}
@@ -134,7 +134,7 @@ _USUAL_ATTRIBUTES = {"axis": ("0", "1"), "keep": ("False",), "order": ("(1, 0)",
 def steps_for(name: str, attributes: Mapping[str, str] | None = None) -> list[OperatorStep]:
     """Return the steps of a declared operator over matrices (elementwise operators: over their usual tensors).
 
-    ``attributes``: texts of attributes that have no usual values. Raises RewriteError for an undeclared operator, and
+    ``attributes``: strings of attributes that have no usual values. Raises RewriteError for an undeclared operator, and
     for attributes that are missing or unknown.
     """
     if name not in OPERATORS:

@@ -305,7 +305,7 @@ def generate_rules(
 ) -> RuleBook:
     """Return rules between terms of up to ``most_operators`` operators, each proved for all sizes.
 
-    ``steps``: operators beside the usual ones; with some, only rules about them are kept.
+    ``steps``: operators besides the usual ones; with some, only rules about them are kept.
     """
     sink = events or NullSink()
     domain = usual_domain(*steps)

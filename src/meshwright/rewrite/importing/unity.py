@@ -3,7 +3,7 @@
 Tensors have three dims: replicas, rows, features. The file does not define its operators; this reading makes its
 equalities true (flexflow/FlexFlow, ``substitutions/graph_subst_3_v2.json``):
 
-* `replicate`, `partition`, `combine`, `reduce` as `operators.parallel` has them: copies beside each other, sums of
+* `replicate`, `partition`, `combine`, `reduce` as `operators.parallel` has them: copies next to each other, sums of
   parts;
 * a linear layer's weight is (replicas, out features, in features), and it reads the first replica of both operands, as
   if all were copies. Where they are not (a concat of unlike tensors along dim 0), numbers are dropped.

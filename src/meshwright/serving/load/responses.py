@@ -172,7 +172,7 @@ def reason_of(body: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """Shorten a text from outside, and remove characters that control a terminal."""
+    """Shorten a string from outside, and remove characters that control a terminal."""
     words = "".join(sign if sign.isprintable() else " " for sign in text).split()
     shown = " ".join(words)
     return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"

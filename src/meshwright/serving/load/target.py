@@ -243,7 +243,7 @@ def _tensor(data: Any) -> TensorMetadata:
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= -1 for size in shape):
         raise ValueError(f"shape {shape!r}")
     if not isinstance(data["name"], str) or not isinstance(data["datatype"], str):
-        raise TypeError("name and datatype are texts")
+        raise TypeError("name and datatype are strings")
     return TensorMetadata(name=data["name"], datatype=data["datatype"], shape=shape)
 
 

@@ -138,7 +138,7 @@ class Adaptive(NamedTuple):
 
 @compiled
 def shadow_of(pool: Ints, candidate: int) -> Ints:
-    """Return the shadow of a candidate: a pool in own cells, whose own cells are a heap of virtual batches' ends."""
+    """Return the shadow of a candidate: a pool in the policy's cells; its own hold a heap of virtual batches' ends."""
     size = pool[OWN] + cells_of_heap(pool[NUM_DEVICES])
     first = pool[OWN] + _SHADOWS + candidate * size
     return pool[first : first + size]

@@ -1,6 +1,6 @@
 """How many devices are wanted: decided by the same compiled functions in the simulator and in a server.
 
-The **scaler** is an array of int64 beside the pool, with all state of the decision: a copy of it and of the pool, and
+The **scaler** is an array of int64 next to the pool, with all state of the decision: a copy of it and of the pool, and
 the same calls at the same moments, give the same decisions again. A driver calls
 
     note_arrival(scaler, pool, now, queue)    at each arrival, before or after the policy's ``arrive``

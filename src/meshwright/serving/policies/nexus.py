@@ -9,7 +9,7 @@ as none are known yet, and lasts a fifth of a second; each later epoch is five t
 
 Not implemented from the published system: pre- and post-processing; releasing devices, as all devices are used
 (`packing.pack_all`); moving only the surplus of an overloaded device (by more than 1.05) to others, as each epoch packs
-everything anew; and backup models, which serve requests that a device of the plan cannot. Where no packing exists,
+everything again; and backup models, which serve requests that a device of the plan cannot. Where no packing exists,
 however low the rates, models are assigned to devices in turn (`packing.spread`).
 """
 
@@ -80,7 +80,7 @@ _SECOND = 1_000_000_000
 
 
 class Nexus(NamedTuple):
-    """Batches planned anew in each epoch (Nexus). ``epoch``: its length in seconds."""
+    """Batches planned again in each epoch (Nexus). ``epoch``: its length in seconds."""
 
     epoch: int = 30
 
@@ -227,7 +227,7 @@ def _take_all(pool: Ints) -> Ints:
 
 @compiled
 def _lay_out(pool: Ints, table: NDArray[np.float64]) -> None:
-    """Write a packing's rows into the own cells."""
+    """Write a packing's rows into the policy's own cells."""
     num_models, num_devices, num_slots = pool[NUM_MODELS], pool[NUM_DEVICES], len(table)
     order = np.argsort(table[:, DEVICE_OF] * num_models + table[:, MODEL_OF], kind="mergesort")
     by_model = np.argsort(table[order, MODEL_OF], kind="mergesort")

@@ -9,7 +9,7 @@ goes to the device with least to do. The least recently used models there are ev
 running or next, and those that have run nothing since they were loaded while requests wait for them: so each load
 serves something, however short it is.
 
-Devices come up empty. Queues are numbered like models. The state is in own cells of a policy: `lay_residency`.
+Devices come up empty. Queues are numbered like models. The state is in a policy's own cells: `lay_residency`.
 """
 
 from __future__ import annotations

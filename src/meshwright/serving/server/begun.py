@@ -25,7 +25,7 @@ class Begun:
             self._number = np.frombuffer(mmap.mmap(opened.fileno(), 0), np.int64)
 
     def note(self, number: int = _NONE) -> None:
-        """Record the number of the batch that starts; -1: no batch, because another scheduler numbers batches anew."""
+        """Record the number of the batch that starts; -1: no batch, because another scheduler starts again from 0."""
         self._number[0] = number
 
 

@@ -23,7 +23,7 @@ def read_token(path: Path) -> str:
 
 
 def is_token(text: str) -> bool:
-    """Return whether a text is a valid token."""
+    """Return whether a string is a valid token."""
     return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 

@@ -105,7 +105,7 @@ class InputPlace:
                 "binary_data_size."
             )
         if len(data) > _LONG_BYTES:
-            # Every comma separates two values, except those in texts, which are invalid anyway.
+            # Every comma separates two values, except those in strings, which are invalid anyway.
             commas = int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord(",")))
             if commas >= count * self._size:
                 raise self._has_other_size(commas + 1, count)
@@ -238,13 +238,13 @@ class OutputPlace:
 
 
 def explain(error: Exception, text: bytes | memoryview = b"") -> str:
-    """Return why a text could not be decoded."""
+    """Return why a string could not be decoded."""
     if isinstance(error, msgspec.ValidationError):
         return f"The request does not follow the Open Inference Protocol: {str(error)[: 4 * SHOWN]}."
     if isinstance(error, RecursionError):
         return "The request's JSON is nested too deeply; expected data that are nested like their shape, or flat."
     if str(error) == _CUT_OFF and _HALF.search(text[-_HALF_BYTES:]):
-        return "The request is not JSON: a text has half of a surrogate pair; expected both halves, or the character."
+        return "The request is not JSON: a string has half of a surrogate pair; expected both halves, or the character."
     return f"The request is not JSON: {str(error)[: 4 * SHOWN]}."
 
 

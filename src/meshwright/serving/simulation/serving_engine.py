@@ -158,7 +158,7 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
         come_up(pool, device, 0)
         free(policy, pool, 0, device)
     while True:
-        # Each call of a policy's function is compiled anew for each policy, so all events share one call.
+        # Each call of a policy's function is compiled again for each policy, so all events share one call.
         number, request, deadline, freed = -1, -1, NEVER, -1
         if devices.lost[0] != devices.lost[1]:
             number, request = _take_lost(devices)

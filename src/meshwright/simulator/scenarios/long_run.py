@@ -138,7 +138,7 @@ def with_jitter(
 ) -> Unrolled:
     """Return the unrolled program with the random durations of a seed.
 
-    Rank r is device r of the cluster, or a tensor-parallel group of ``width`` devices (`spec.teams`), which is as slow
+    Rank r is device r of the cluster, or a team of ``width`` devices (`spec.teams`), which is as slow
     as its slowest device. Raises ScenarioError for a time that the simulation cannot represent.
     """
     network = unrolled.network
@@ -170,7 +170,7 @@ def jitter_factors(
 ) -> Floats:
     """Return the factor of each instruction, shape (n,), before members of a collective are made equal.
 
-    ``member``: the number of devices of a tensor-parallel group, and the index of one of them.
+    ``member``: the number of devices of a team, and the index of one of them.
     """
     columns = instruction_columns(program, unrolled)
     rank = rank_of_streams(program)[columns["track"]] * member[0] + member[1]

@@ -5,7 +5,7 @@
     slow-link           links of nodes, paths between two nodes, uplinks of racks
     network-cards       NICs per node             oversubscription   racks with uplinks
 
-Measurements hold for the usual links and speeds. So beside the changed cluster there is the **usual** one, with
+Measurements hold for the usual links and speeds. So in addition to the changed cluster there is the **usual** one, with
 the same devices at their usual speed on the usual links, and the cost model scales the estimates for it
 (`CostModel.usual_links`).
 """

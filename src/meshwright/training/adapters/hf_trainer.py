@@ -34,7 +34,7 @@ from meshwright.training.adapters.shared import (
 )
 from meshwright.training.trainer import Trainer, prepare
 
-# The folder beside the model in a checkpoint of transformers.
+# The folder next to the model in a checkpoint of transformers.
 _FOLDER = "meshwright"
 # Labels that are ignored in the loss, as everywhere in transformers.
 _IGNORED = -100
@@ -51,8 +51,8 @@ def trainer_step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[torch.n
         batch: an example of the data collator's output, with labels; the batch is dim 0.
 
     Returns:
-        A module that computes the loss as Trainer does, and its inputs, with counts of labels beside the batch if the
-        model takes them.
+        A module that computes the loss as Trainer does, and its inputs, with counts of labels in addition to the batch
+        if the model takes them.
     """
     model.train()
     if getattr(model, "config", None) is not None:
@@ -96,7 +96,7 @@ class PlannedTrainer(transformers.Trainer):
         if args is None:
             raise RunError(
                 "PlannedTrainer was given no args; expected TrainingArguments whose per_device_train_batch_size is the "
-                f"plan's global batch of {self._plan.workload.global_batch}. Give them."
+                f"plan's global batch of {self._plan.workload.global_batch}. Pass them as args."
             )
         self._planned: Trainer | None = None
         self._verify = verify
@@ -333,7 +333,8 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
         raise PlanError(
             f"Batches of per_device_train_batch_size={batch} with gradient_accumulation_steps={accumulated} were "
             f"given; expected {global_batch} and 1: the plan's global batch, of which the plan makes "
-            f"{plan.num_microbatches} microbatches itself. Set both so, or plan with --batch {batch * accumulated}."
+            f"{plan.num_microbatches} microbatches itself. Set both arguments to these, or plan with --batch "
+            f"{batch * accumulated}."
         )
     precision = f"the plan's {plan.workload.precision}"
     # Attribute of the arguments, expected value, remedy.

@@ -231,7 +231,7 @@ class PlannedStrategy(Strategy):
         if self._planned is not None:
             raise RunError(
                 "`fit` was called a second time; under a plan each rank keeps only its part of the model. Train in one "
-                "go (max_epochs, max_steps), or start anew from saved weights in a new process."
+                "go (max_epochs, max_steps), or start again from saved weights in a new process."
             )
         if trainer.state.fn != TrainerFn.FITTING:
             _refuse_evaluation(str(getattr(trainer.state.fn, "value", trainer.state.fn)))

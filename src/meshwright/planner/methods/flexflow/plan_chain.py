@@ -274,7 +274,7 @@ class _Walker:
         return replace(point, schedule=point.space.schedules[self._pick(len(point.space.schedules))])
 
     def _resettle(self, point: Point) -> Point:
-        """The same stages under another setting, with ranks dealt out anew where it has more or fewer."""
+        """The same stages under another setting, with ranks dealt out again where it has more or fewer."""
         space = self.spaces[self._pick(len(self.spaces))]
         size = min(space.microbatch_sizes, key=lambda size: (abs(size - point.size), size))
         if space.num_ranks == point.space.num_ranks:

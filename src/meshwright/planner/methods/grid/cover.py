@@ -6,7 +6,7 @@ microbatches, P(p) the seconds of a microbatch in the first stages of the positi
 and e those of the gradient reduction, part of which the last microbatch's backward hides, a step takes at least
 
     max over positions p of    n · max(w, z) + e + o     its own work; z: gathers and scatters of ZeRO 2 and 3 per
-                                                         microbatch, beside the work or, on CPUs, added to it;
+                                                         microbatch, during the work or, on CPUs, added to it;
                                                          w includes the copies around them
                                P(p) + n · w              for synchronous schedules with whole backwards
 
@@ -113,7 +113,7 @@ class _Positions(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One configuration; ``sharing`` replicas share states, ``place`` is its index in the tables of `Exchanges`."""
+    """One configuration; ``sharing`` replicas shard states, ``place`` is its index in the tables of `Exchanges`."""
 
     positions: int
     replicas: int

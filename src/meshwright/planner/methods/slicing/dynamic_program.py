@@ -316,7 +316,7 @@ class Slicing:
 #         + the fullest moment of a step (`cost.memory.ledger`)  <=  memory_limit[a, r]        all at [i, j]
 #
 # where each microbatch keeps flight_bytes + leaving_bytes, with in_flight[a, r] in flight: n (GPipe), min(n, ceil((D -
-# a) / r)) (1F1B), or counted from an own schedule.
+# a) / r)) (1F1B), or counted from a schedule of the user's own.
 #
 # The method. For a threshold θ on the second term, the least sum over slicings whose stages all stay within θ is a
 # small dynamic program (`fill_tables`); the best θ is found by `space.minimise_over_thresholds`.

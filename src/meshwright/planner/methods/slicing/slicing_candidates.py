@@ -214,7 +214,7 @@ class CandidateSearch:
         return self._solve(search)
 
     def _in_flight(self, tables: Tables, schedule: str, layout: Layout, replicas: tuple[int, ...]) -> Integers:
-        """Return the microbatches in flight; for an own schedule, counted if the shape is known before slicing."""
+        """Return the microbatches in flight; for a user's schedule, counted if the shape is known before slicing."""
         known = assume_in_flight(schedule, tables.num_microbatches, layout.num_ranks, self.space.workload.kind)
         if schedule in SCHEDULES or self.space.workload.kind == "inference" or len(replicas) > 1:
             return known

@@ -25,7 +25,7 @@ from meshwright.spec.schedules import BASIC_SCHEDULES, SCHEDULE_NAMES
 MAX_INSTRUCTIONS = 600_000
 # Places of stages are tables of ranks by ranks, six with 8 bytes per entry: a gigabyte at this number.
 MAX_RANKS = 4096
-# The most plans that an own schedule may fail on before the search stops trying.
+# The most plans that a user's schedule may fail on before the search stops trying.
 MAX_REFUSED = 64
 # The fewest simulated plans, even if fewer are requested: estimates are incomplete.
 LEAST_SIMULATED = 8
@@ -34,8 +34,8 @@ LEAST_SIMULATED = 8
 def slicing(problem: Problem, state: SearchState) -> Steps:
     """Slice exactly, then simulate the most promising plans; the simulation decides about memory.
 
-    Slicings are found for gpipe, 1f1b and own functions. Other schedules take the plans found for these (for 1f1b, if
-    none of them is allowed), with layers cut anew if a rank holds several stages.
+    Slicings are found for gpipe, 1f1b and user functions. Other schedules take the plans found for these (for 1f1b, if
+    none of them is allowed), with layers cut again if a rank holds several stages.
     """
     adopted = [name for name in problem.choices.schedules if _is_adopted(name)]
     searched = [name for name in problem.choices.schedules if name not in adopted]

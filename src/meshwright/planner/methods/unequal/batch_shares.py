@@ -29,7 +29,7 @@ def optimal_shares(seconds: Sequence[float], num_microbatches: int) -> tuple[int
     """
     if num_microbatches < len(seconds) or not all(0 < item < np.inf for item in seconds):
         raise PlanError(
-            f"{num_microbatches} microbatches were to be shared among {len(seconds)} devices that take {list(seconds)} "
+            f"{num_microbatches} microbatches cannot be divided among {len(seconds)} devices that take {list(seconds)} "
             "s for each; expected at least one for each device, and positive times."
         )
     times, one_each = np.array(seconds, np.float64), np.ones(len(seconds), np.int64)

@@ -128,7 +128,7 @@ NUM_STARTS = 4
 
 @dataclass(slots=True, kw_only=True)
 class _Candidate:
-    """A mapping, where it was found, and what simulations showed beside the bytes of stages."""
+    """A mapping, where it was found, and what simulations showed in addition to the bytes of stages."""
 
     space: Space
     devices: DeviceClasses

@@ -15,7 +15,7 @@ long run a wave takes all workers as long as the slowest
 
     wave = n · max over workers of max over devices (t + x + o)           n minibatches of each worker
 
-and the sums of the wave run beside the next minibatches, if D is at least 1.
+and the sums of the wave run during the next minibatches, if D is at least 1.
 
 A plan has the same cuts for all replicas, so only equal distribution is one: stage s has the s-th device of each
 worker, under the schedule `hetpipe`. For the others a plan would need cuts for each replica, and sums of gradients over
@@ -321,7 +321,7 @@ def _distribute(cluster: Cluster, ranks: Sequence[int], num_workers: int | None)
     count = num_workers or whole
     if whole % count:
         raise PlanError(
-            f"{count} virtual workers were to be formed of {', '.join(map(str, map(len, classes)))} devices of "
+            f"{count} virtual workers cannot be formed of {', '.join(map(str, map(len, classes)))} devices of "
             f"{len(classes)} classes; expected a number that divides {whole}."
         )
     return tuple(tuple(rank for own in classes for rank in own[worker::count]) for worker in range(count))
