@@ -16,8 +16,6 @@
 ``--only NAME`` runs one of them and writes a report of its own. Instances and seeds are files in benchmarks/splits.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

@@ -13,16 +13,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from meshwright.rewrite.expressions import Name
-from meshwright.rewrite.matching import apply, matches, node_of
-from meshwright.rewrite.search.call_costs import FREE, call_of
+from meshwright.rewrite.matching import Directed, Match, apply, matches, node_of
+from meshwright.rewrite.search.call_costs import FREE, CallCosts, call_of
 from meshwright.rewrite.search.graph_search import CircularError, build_terms
 from meshwright.rewrite.search.loading import find_known, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from meshwright.rewrite.matching import Directed, Match
-    from meshwright.rewrite.search.call_costs import CallCosts
     from meshwright.rewrite.search.ruleset import Guided
     from meshwright.rewrite.terms import Terms
 

@@ -11,8 +11,6 @@
 ``--only NAME`` runs one of them and writes a report of its own.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """An event sink that remembers."""
 
-from __future__ import annotations
-
 
 class SeenEvents:
     """All that was told, one behind the other."""

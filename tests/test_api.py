@@ -1,7 +1,5 @@
 """`meshwright.plan`: the same answer as on the command line, as an object."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

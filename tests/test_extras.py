@@ -1,7 +1,5 @@
 """Without the libraries of an extra: help, completion and inspection go on, and what needs one says how to get it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The instances of the slicing problem in `splits/planner_differentiable.json`, and two oracles for them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -7,8 +7,6 @@ are those until the loss is a thousandth, at the best of 200 rates. A synchronou
 for every k: the number of its steps does not depend on the plan, and the best plan is that of the least step time.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from harness import make_row
 from planning.chain import ChainProblem, solve_chain

@@ -12,8 +12,6 @@ Then problems without an exact method (`unequal_devices`), plans whose step is o
 model and plan do couple (`coupling`).
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 

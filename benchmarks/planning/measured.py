@@ -8,8 +8,6 @@ better. The value is the true step of the answer over the true step of the start
 spread half of the middle 80 %.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -4,8 +4,6 @@ Runs of one model, device count and batch are one choice. Alpa's are on one node
 efficiencies were fitted on are left out (`meshwright validate --steps` has all parts). Regret in per cent.
 """
 
-from __future__ import annotations
-
 from harness import make_row
 
 from meshwright.validation.step_sets import OURS, score_steps

@@ -5,8 +5,6 @@ of `auto` over that of the best single method; a gap is that of `auto` over its 
 does not have, or that finds nothing in its time, counts as none.
 """
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -6,8 +6,6 @@ and the best one found, are predicted in the same way; what was published stands
 says that the recipe was found or beaten under our prediction; what is printed before the table says by which terms.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

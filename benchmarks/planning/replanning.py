@@ -1,7 +1,5 @@
 """A plan of 64 devices made anew after devices are lost or links slow: wall time, and its step beside a search's."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

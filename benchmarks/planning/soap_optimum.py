@@ -12,11 +12,17 @@ import numpy as np
 from meshwright.compiled import compiled
 from meshwright.planner.methods.flexflow.configure import configure, configure_all
 from meshwright.planner.methods.flexflow.full import NO_LIMIT, simulate_all
-from meshwright.planner.methods.flexflow.soap_arrays import Integers, Soap, empty_schedule, empty_strategy
+from meshwright.planner.methods.flexflow.soap_arrays import (
+    Integers,
+    Schedule,
+    Soap,
+    Strategy,
+    empty_schedule,
+    empty_strategy,
+)
 from meshwright.spec import PlanError
 
 if TYPE_CHECKING:
-    from meshwright.planner.methods.flexflow.soap_arrays import Schedule, Strategy
     from meshwright.planner.methods.flexflow.soap_chains import StrategyArrays
 
 MOST_STRATEGIES = 50_000_000

@@ -7,8 +7,6 @@ without a target, that over the best uniform plan on any of the kinds of devices
 whole cluster cannot do. HetPipe's virtual workers stand beside them by their own model (`unequal_papers`).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import combinations

@@ -5,8 +5,6 @@ simulated by the same simulator. The ratio is over the best of all methods; the 
 repair" is the differentiable method with its gradients left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

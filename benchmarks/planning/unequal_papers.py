@@ -4,8 +4,6 @@ Samples per second of each policy of allocation on the paper's own cluster, by `
 models of its kind (the paper has VGG-19 and ResNet-152).
 """
 
-from __future__ import annotations
-
 from harness import make_row
 
 from meshwright.planner.methods.unequal import POLICIES, form_workers

@@ -8,8 +8,6 @@ out. Those on each set of devices are gone through from the lowest bound up unti
 what no plan gains, by the bound that knows of ops and devices alone.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import suppress

@@ -6,8 +6,6 @@ configurations per second on two cores of the same kind (own measurement of 2026
 530B parameters).
 """
 
-from __future__ import annotations
-
 import time
 
 from harness import make_row

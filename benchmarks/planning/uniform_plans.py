@@ -5,8 +5,6 @@ be), ranks in order (stage by stage, or one pipeline after the other), microbatc
 that divides the ranks, and every microbatch size and schedule that is allowed.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import numpy as np

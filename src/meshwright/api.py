@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -30,18 +30,23 @@ from meshwright.cli.plan.plan_request import PlanRequest
 from meshwright.cli.planning import as_written, given_options
 from meshwright.cli.requests import OptionField, options_of
 from meshwright.cli.written_pages import page_path
-from meshwright.planner import Limits, Plans, explain_difference, find_shares, plans_document, search_plans
+from meshwright.planner import (
+    Limits,
+    Plans,
+    Problem,
+    RankedPlan,
+    Shares,
+    explain_difference,
+    find_shares,
+    plans_document,
+    search_plans,
+)
 from meshwright.planner.plans import summarise
 from meshwright.report import describe_workload
 from meshwright.report.page import write_page
-from meshwright.simulator import simulate_plan
-from meshwright.spec import NoFeasiblePlanError, Plan, PlanError, suggest
+from meshwright.simulator import Simulation, simulate_plan
+from meshwright.spec import Graph, NoFeasiblePlanError, Plan, PlanError, suggest
 from meshwright.spec.made_with import note_making
-
-if TYPE_CHECKING:
-    from meshwright.planner import Problem, RankedPlan, Shares
-    from meshwright.simulator import Simulation
-    from meshwright.spec import Graph
 
 # What typer raises for arguments that it cannot parse; its module is private.
 _USAGE: Any = typer.BadParameter.__mro__[1]

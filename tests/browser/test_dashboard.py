@@ -1,7 +1,5 @@
 """The page of a server in Chromium: what it computes, what it shows of a real server, and when that has gone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

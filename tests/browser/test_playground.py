@@ -1,7 +1,5 @@
 """The playground in Chromium: every control is moved by keys and clicks, and the page follows."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

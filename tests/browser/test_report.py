@@ -1,7 +1,5 @@
 """The report in Chromium: drawn without errors, moved by keys and wheel, readable, and without a way to the network."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

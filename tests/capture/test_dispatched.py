@@ -1,7 +1,5 @@
 """Operators of the captured graph against those that the model calls by itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

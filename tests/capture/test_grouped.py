@@ -1,7 +1,5 @@
 """Grouped products: their values and gradients in every type, under autocast, and without data."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

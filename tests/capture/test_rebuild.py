@@ -1,7 +1,5 @@
 """Modules rebuilt from graphs alone compute what the captured model computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """How large a step is: by default alike whatever else is asked, in samples or in tokens."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

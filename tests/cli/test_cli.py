@@ -1,7 +1,5 @@
 """The verbs as a user types them: documents between them, JSON, exit codes, errors in one paragraph."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

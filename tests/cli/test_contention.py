@@ -1,7 +1,5 @@
 """`meshwright simulate --contention`: every figure of one output is of the same model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``doctor`` and ``measure --cluster`` as a user types them: exit codes, JSON, files, with and without torch."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`simulate --exchange`: ways of exchanging gradients, the bound and the verdict; `plan --exchange`: an own order."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

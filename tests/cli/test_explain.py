@@ -1,7 +1,5 @@
 """`meshwright simulate --explain`: the path and what would help, for people and as JSON."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

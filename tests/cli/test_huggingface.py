@@ -1,7 +1,5 @@
 """A stranger's ``config.json`` through the verbs: plan, simulate, run, and the errors in one paragraph."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`--json` of every command is one JSON document on standard output, with a known schema and documented keys."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--html and --open of every verb that has them: whole pages, clear refusals, nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import os
 import webbrowser

@@ -1,7 +1,5 @@
 """Options of `plan` restrict what it searches."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.cli.plan.plan_command import read_choices

@@ -1,7 +1,5 @@
 """What `plan` ends with: a verdict per rank, the files asked for, and settings of other systems by `show --as`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``show --play`` as it is typed: a server that says where it is, ends by Ctrl-C, and refuses in one paragraph."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

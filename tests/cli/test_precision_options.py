@@ -1,7 +1,5 @@
 """What `plan` says of a precision that was asked for: what it becomes, and what a device does not have."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 

@@ -1,7 +1,5 @@
 """A plan's file remembers what it was estimated with; those who read it go by that without being told."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options of `meshwright run`: what goes together, plans for several nodes, and tables that a run corrects."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`simulate --scenario` and `--sweep` as users type them: what is printed, written and refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

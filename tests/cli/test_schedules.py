@@ -1,7 +1,5 @@
 """Own schedules as a user types them: planned, drawn, simulated, compared; refused in one paragraph."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`simulate` of a deployment as users type it: what is printed, written and refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

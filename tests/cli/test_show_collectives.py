@@ -1,7 +1,5 @@
 """``show CLUSTER --collectives``: rows are the cost model's, orders those of the links, options are checked."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

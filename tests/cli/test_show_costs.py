@@ -1,7 +1,5 @@
 """``show MODEL --cluster``: layers add up to the model, the table of a device is used, options are checked."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """``show MODEL --cluster C --memory``: numbers of `weigh_rank`, and options that do not go together."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

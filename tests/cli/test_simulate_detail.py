@@ -1,7 +1,5 @@
 """`meshwright simulate --detail ops`: what happens inside of computations, in the trace."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

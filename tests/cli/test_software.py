@@ -1,7 +1,5 @@
 """``--software``: a step is predicted as other training software would take it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans that split ops, share states out or compute again, from the command line: planned, simulated, refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

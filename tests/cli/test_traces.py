@@ -1,7 +1,5 @@
 """`--trace` and `--trace-ranks` of the verbs that write traces."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A graph under autocast has the types that torch's autocast gives CUDA tensors: fake ones tell, without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Compiled layers: which kernels, what they move, and their costs. Against inductor itself: `test_fusion_inductor`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The kernels that are predicted for compiled layers, against inductor's own schedule."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the host takes to issue ops: counted calls times what was measured."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

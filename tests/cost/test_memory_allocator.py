@@ -1,7 +1,5 @@
 """torch's caching allocator: its sizes by hand, and against a slow one that looks through all of its memory."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What autograd keeps on CUDA devices, by op, where a CPU's kernel keeps something else; sizes by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

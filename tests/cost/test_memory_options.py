@@ -1,7 +1,5 @@
 """Sharding, computing again and moving away: closed forms on real graphs, and against the walk through all ops."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Memory of a step op by op: by hand, against a real step with its tensors followed, and what must always hold."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

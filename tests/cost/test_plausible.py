@@ -1,7 +1,5 @@
 """Tables that claim what no device can do are refused: other units, damaged rows, rows that contradict each other."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.cost import CostModel, load_cost_model

@@ -1,7 +1,5 @@
 """Products in TF32 and in float8: which ops multiply so, at which rate, and what casts cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

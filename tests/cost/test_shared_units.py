@@ -1,7 +1,5 @@
 """Units of shared parameters in a walk: what is gathered when, and what becomes of gradients, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

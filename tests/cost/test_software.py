@@ -1,7 +1,5 @@
 """Training software of published runs: found by framework and date, and what it does to attention and hosts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

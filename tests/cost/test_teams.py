@@ -1,7 +1,5 @@
 """Costs of what teams exchange: who talks at once, and how it adds to the ops of a local graph."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ops of a trace of somebody's own run cost the same ops of a captured model: real profiles, and tables by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Every op of every shipped graph: what its key says is what capture recorded of real torch."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

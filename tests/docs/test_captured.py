@@ -1,7 +1,5 @@
 """The tables of docs/concepts/captured.md are true: refusals as they are told, models of the zoo as their graphs."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every command and every program of README and docs is run as it stands there; what pages name exists."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Every example has its place on the page that runs it, and those that promise to need no torch need none."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The notebook among the examples runs in a real kernel, and shows results as tables."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.project import ROOT

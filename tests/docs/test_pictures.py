@@ -1,7 +1,5 @@
 """The pictures in the docs are what the code draws, and what the code draws is what the papers say."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

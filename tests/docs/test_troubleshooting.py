@@ -1,7 +1,5 @@
 """What the page on troubleshooting quotes is what the code says."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

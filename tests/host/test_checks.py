@@ -1,7 +1,5 @@
 """The whole of the checks: on this machine, on one that tells nothing, on one that tells nonsense."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A cluster from what a machine has: GPUs by datasheet, cores by measurement, and where each figure comes from."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

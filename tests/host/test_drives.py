@@ -1,7 +1,5 @@
 """What a folder lies on, by the mounts that the kernel tells."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

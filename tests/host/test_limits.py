@@ -1,7 +1,5 @@
 """Limits of a process, the folder of compiled loops, settings: with real causes where one can be made."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

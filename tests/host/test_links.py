@@ -1,7 +1,5 @@
 """GPUs, their topology and network cards, from texts in the form of nvidia-smi and of /sys (written, not recorded)."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

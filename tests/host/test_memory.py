@@ -1,7 +1,5 @@
 """Memory that is left by host and cgroup, shared memory, the temporary folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from meshwright.host import Host

@@ -1,7 +1,5 @@
 """Reachability with real causes: a busy port, a port where nobody listens, a name without address, no interface."""
 
-from __future__ import annotations
-
 import socket
 import time
 

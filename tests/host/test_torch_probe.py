@@ -1,7 +1,5 @@
 """What torch says, asked in processes of its own: that two meet, that one fails, hangs, dies or talks nonsense."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

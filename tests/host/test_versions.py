@@ -1,7 +1,5 @@
 """Ranges of versions: what is asked for, what is here, and which of it is told."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 from email import message_from_string

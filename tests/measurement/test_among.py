@@ -1,7 +1,5 @@
 """What an exchange adds to computations, on a clock that the test moves."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.measurement import links as among

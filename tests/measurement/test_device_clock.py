@@ -1,7 +1,5 @@
 """The clock of CUDA devices: by torch's own on a GPU, its decisions by a GPU that is made up."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Ops by themselves on a device, by a clock that has none: what is made, what is called, and what becomes a row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx, nn

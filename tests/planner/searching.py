@@ -1,7 +1,5 @@
 """Searches in one call: options by name, put where they belong (`Problem`, `Choices`, `Limits`)."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from meshwright import planner

@@ -1,7 +1,5 @@
 """Small changes of the best plan: the first that is better in what plans are ranked by, each once, and not too many."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Searches whose plans compile their layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Is another way of exchanging gradients worth it? The bound, the ways, the verdict."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The best order for a plan's own stages: simulated, it is never slower than a named one that fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Offload is searched only where nothing fits the devices alone."""
 
-from __future__ import annotations
-
 from meshwright.cost import CostModel
 from meshwright.planner import Limits, Problem, search_plans, whole_space
 from meshwright.spec import Workload, load_cluster, load_shipped_graph

@@ -1,7 +1,5 @@
 """Searches for plans that keep something away from the devices: nothing that fits is left out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of a search: timelines up to a budget of spans, the best plan's always."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """`place`: against closed forms, a paper's example, and oracles that count on the graph alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

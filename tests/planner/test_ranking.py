@@ -1,7 +1,5 @@
 """Plans as fast as each other stand in the order of their memory; no two of the same layout are listed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The whole space: all that splits a model and runs on a cluster, less what is given; hosts where nothing else fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

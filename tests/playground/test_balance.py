@@ -1,7 +1,5 @@
 """Balanced cuts against all slicings there are."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """States and plans: a plan that the search finds is a state, and a state that cannot be says what to change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

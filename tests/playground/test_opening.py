@@ -1,7 +1,5 @@
 """Every plan that `plan` writes opens: the page shows that plan, and its figures are those of the planner."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Scenarios: exactly what they name is changed, and the simulator feels it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

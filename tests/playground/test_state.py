@@ -1,7 +1,5 @@
 """The state and its link: what is written is read again, what comes from strangers is read or refused."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from urllib.parse import parse_qsl, urlencode
 

@@ -1,7 +1,5 @@
 """Answers: they are those of the planner and simulator, whatever was asked before."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Plans of schedules that never flush, over a chain of layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import lcm
 

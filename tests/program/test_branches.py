@@ -1,7 +1,5 @@
 """Stages on parallel branches: who feeds whom, and how much has to be under way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Policies against closed simulations of workers, and what must hold of whatever they do."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from itertools import chain

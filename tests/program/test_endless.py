@@ -1,7 +1,5 @@
 """Schedules that never flush: versions of weights, copies of them, and programs that repeat."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

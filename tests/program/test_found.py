@@ -1,7 +1,5 @@
 """Found orders: never slower than a named one, the optimum where it is known, and the limits are kept."""
 
-from __future__ import annotations
-
 import itertools
 from math import prod
 

@@ -1,7 +1,5 @@
 """Mixtures by grouped products on the expert axis: what a rank computes, what travels, and what cannot be laid out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

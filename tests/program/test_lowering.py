@@ -1,7 +1,5 @@
 """Lowered plans: the local graph of one device, with what it exchanges and what it computes again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Files of orders: to the byte those of torch, read back exactly, and refused with line and action."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's own schedules: equal ones give equal programs, legal ones run, all others are refused with their line."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Programs of random plans keep every rule; their contents are checked against direct counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

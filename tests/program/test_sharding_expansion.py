@@ -3,8 +3,6 @@
 Tensor and sequence parallelism, FSDP2 with parameters let go or kept, and both together; on gloo, and as one of 256.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

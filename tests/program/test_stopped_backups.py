@@ -1,7 +1,5 @@
 """Backup workers that are stopped: every version takes the (n - b)-th smallest of n times, as the papers count."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Comparisons against numbers worked out by hand, and of simulated plans with themselves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

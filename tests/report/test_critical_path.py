@@ -1,7 +1,5 @@
 """How a critical path is folded and shown."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Plots of sweeps: points stand where their numbers say."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 

@@ -1,7 +1,5 @@
 """What explains a step that is longer than predicted, and which rank is slow since when, on timelines made for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whether a plan fits, rank by rank: groups that add up, alike ranks in one row, the verdict's rank and bytes."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """The picture of a schedule against pictures drawn by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 

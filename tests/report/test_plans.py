@@ -1,7 +1,5 @@
 """The table of ranked plans: what differs has a column, what is alike is said once, nothing vanishes at 80 columns."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows against sums worked out another way: cuts by `slice_graph`, time by counting picoseconds, programs by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

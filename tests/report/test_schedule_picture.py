@@ -1,7 +1,5 @@
 """A schedule as SVG: well-formed, one rectangle per computation, at its place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """Schedules side by side, and drawn in slots."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

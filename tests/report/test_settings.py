@@ -1,7 +1,5 @@
 """Plans in the words of other systems: documented names and values, the arithmetic between them, nothing unsaid."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import itertools

@@ -4,8 +4,6 @@ accelerate and megatron-core are installed by `make`. torchtitan (which needs tr
 are not; in an environment that has them, these tests run too (docs/concepts/other-systems.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Split plans in the words of other systems: every axis said by its option, listed, or refused; nothing left out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """What a table prints, read back from plain text."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from itertools import takewhile

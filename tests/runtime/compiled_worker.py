@@ -3,8 +3,6 @@
 In float32, in which compiled kernels add up in another order.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -12,8 +12,6 @@ replica m % R_s.
                          each gets what the others changed in the wave D before
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """The layouts under which schedules that never flush are compared with delayed gradients in one process."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from tests.runtime.cases import OPTIMIZERS, Layout, one_each

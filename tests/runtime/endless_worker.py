@@ -1,7 +1,5 @@
 """The ranks of the tests of schedules that never flush: every case of a world size, compared with `delayed`."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The ranks of the equality tests of Hugging Face models; see `equality_worker` for what is compared with what."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Matrices of models and layouts that ranks train in one spawn per world size: their cases, and their results."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

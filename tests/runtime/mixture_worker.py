@@ -1,7 +1,5 @@
 """The ranks of the tests of Hugging Face mixtures whose experts are laid out; `team_worker` says what is compared."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 The references know nothing of placements: eager loops over the same microbatches, seeded per microbatch.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

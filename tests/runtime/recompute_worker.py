@@ -1,7 +1,5 @@
 """The ranks of tests that compute parts again by all policies; see `equality_worker` for what is compared."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Own schedules that are run for real: ranks that run ahead, and ranks that disagree about the order."""
 
-from __future__ import annotations
-
 from meshwright.program import Backward, Forward, local_microbatches, num_active
 
 

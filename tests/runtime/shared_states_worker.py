@@ -1,7 +1,5 @@
 """Two replicas of a network with statistics and in-place ops, which share out more and more of their states."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Models whose ops can be shared out over two and four processes."""
 
-from __future__ import annotations
-
 import torch
 
 from meshwright.zoo import load_model

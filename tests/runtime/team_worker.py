@@ -1,7 +1,5 @@
 """The processes of tests of plans that split ops: every case of a world size, compared with a serial loop."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Clipping by the norm of all gradients: what is refused, and that torch agrees (runs are in `test_teams`)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

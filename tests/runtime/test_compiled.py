@@ -1,7 +1,5 @@
 """Layers that torch compiles train as they do without, and their gradients leave in the same order and early enough."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from itertools import pairwise

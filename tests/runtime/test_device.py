@@ -1,7 +1,5 @@
 """On a CUDA device a run has the losses of one process on processors."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.spec import Plan, StagePlan, Timeline, Workload, load_shipped_graph, read_document, write_document

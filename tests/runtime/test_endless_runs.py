@@ -4,8 +4,6 @@ CI tries every layout with one of two models and one optimizer, and the other mo
 is slow.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtime.endless_cases import CASES, MODELS, all_cases, main_cases

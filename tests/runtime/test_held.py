@@ -1,7 +1,5 @@
 """Tensors that take the place of what modules hold: each once, parameters as parameters."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

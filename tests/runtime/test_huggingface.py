@@ -1,7 +1,5 @@
 """Hugging Face models in a pipeline of two stages train as in one process (design: Trust), in float64 to 1e-9."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

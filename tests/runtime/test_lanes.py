@@ -1,7 +1,5 @@
 """Sums across groups that share states, in a lane of their own: when they leave, behind what, what errors become."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -5,8 +5,6 @@ routers' losses are those of all tokens of a microbatch. What is exchanged is wh
 bytes: of an all-to-all the bytes of all ranks together, which no router changes.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

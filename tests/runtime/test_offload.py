@@ -1,7 +1,5 @@
 """What is kept on hosts and drives: what is refused before a run, files that vanish, threads that pass errors on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

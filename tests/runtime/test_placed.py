@@ -1,7 +1,5 @@
 """A placement on two processes gives the numbers of one: training to 1e-9 in float64, inference bit for bit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

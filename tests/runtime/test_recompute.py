@@ -3,8 +3,6 @@
 Plans of all policies on four ranks train as one process does; every word with one optimizer, all cases are slow.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@ SelectiveAC): results of attention kernels and of products are saved, but for ev
 is plain torch on fake tensors; what is kept are the storages that are alive after its forward.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -3,8 +3,6 @@
 That they train as one process does is in `test_teams`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

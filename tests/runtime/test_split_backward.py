@@ -1,7 +1,5 @@
 """Backwards in two parts: the same values, no parameter's gradient in the first, and nothing computed twice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

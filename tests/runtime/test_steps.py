@@ -1,7 +1,5 @@
 """Which sections run when: every batch enters, none twice, and what is asked wrongly is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.program import build_program, num_filling_steps

@@ -4,8 +4,6 @@ Tensor, sequence, context and expert axes, alone and with each other, pipelines,
 every layout with one optimizer and some model, the whole matrix is slow.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Weights of several versions: what a forward read stays for its backward, and memory is moved, not copied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,8 +1,6 @@
 """What is special in the zoo runs as one process would: adapters on a frozen base, experts, embeddings read twice, a
 bias that all blocks share, recurrent layers, skips over stages (float64, 1e-9 per tensor)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Small deployments that tests share, drawn and fixed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 

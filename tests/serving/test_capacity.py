@@ -1,7 +1,5 @@
 """How many devices requests need, and what is learned of slow ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

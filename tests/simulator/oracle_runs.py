@@ -1,7 +1,5 @@
 """A long run second by second: what `simulator.scenarios.long_run` says in whole intervals, told without any."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -3,8 +3,6 @@
 What is one collective is one thing. Imports the slow simulation beside it and `spec` only.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Rings, trees and hierarchies of all-reduces, on the links that they use."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A rank's memory op by op, in the order of its program: as the simulator has it, and what an allocator makes of it."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

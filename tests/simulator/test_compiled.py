@@ -1,7 +1,5 @@
 """Plans whose layers are compiled: buckets leave at the ends of units; split backwards stay eager."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The critical path against longest chains by definition, and closed forms."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Programs that never flush, simulated: against the oracle, closed forms of steady steps, memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

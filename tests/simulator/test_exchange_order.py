@@ -1,7 +1,5 @@
 """ByteScheduler: parts, priorities, credit, and an exchange that goes on into the next step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

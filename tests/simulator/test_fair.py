@@ -1,7 +1,5 @@
 """Fair sharing of links: rates by definition, small cases by hand. Whole programs: test_engine.py."""
 
-from __future__ import annotations
-
 import random
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Alike pipelines simulated once: the same in every figure as all of them, and not where they are not alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Processor time that transfers take from computations beside them."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.simulator import simulate, simulate_plan

@@ -1,7 +1,5 @@
 """Exchanges that are rare, and numbers on which all ranks agree before every update."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Many plans at once: each as if it were alone, errors too."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

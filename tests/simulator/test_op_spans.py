@@ -1,7 +1,5 @@
 """What happens inside computations: parts that fill them exactly, in the order of the ops, with marks at their ends."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

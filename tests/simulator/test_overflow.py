@@ -1,7 +1,5 @@
 """More memory than there is: which rank, when, and who holds it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans with closed forms: GPipe, 1F1B, data parallel; memory in flight; utilisation. Times in whole picoseconds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

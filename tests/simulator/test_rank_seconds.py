@@ -1,7 +1,5 @@
 """Where a rank's time goes, against a look at every half microsecond."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

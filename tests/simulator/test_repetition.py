@@ -1,7 +1,5 @@
 """A step that all later ones repeat: told from the first alone, the same as from three."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 

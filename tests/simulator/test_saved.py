@@ -1,7 +1,5 @@
 """Activations on the host: copies against the ops that they wait for and that wait for them, bytes against sums."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

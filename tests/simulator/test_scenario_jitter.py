@@ -1,7 +1,5 @@
 """Jitter: what is drawn does not depend on who asks, and steps of replicas have the moments of a largest lognormal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Devices that are lost and come back: the run waits or goes on with another plan, and loses what was not saved."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Scenarios that change machines: exactly what they name, in their order, and costs follow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

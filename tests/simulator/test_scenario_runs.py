@@ -1,7 +1,5 @@
 """Long runs: second by second as an oracle says, in the mean as Daly says, saved as often as brute force says."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

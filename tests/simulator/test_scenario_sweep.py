@@ -1,7 +1,5 @@
 """Sweeps: every case is what its plan and scenario give alone, on one process or many."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

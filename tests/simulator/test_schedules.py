@@ -1,7 +1,5 @@
 """Every named schedule, simulated: its memory comes back to where it began, and a backward in parts is as long."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

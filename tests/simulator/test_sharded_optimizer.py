@@ -1,7 +1,5 @@
 """ZeRO-1: sums are scattered, each replica updates its part, parameters are gathered while the next step begins."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Figures of a steady step: utilisation by its two counts of FLOPs, and where the time of each rank goes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Scenarios of plans that split ops: a team is as slow as its slowest device, and all of its devices cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Logs of decisions: what is written is what was decided, and damage is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ids of the Hugging Face Hub, against a hub of our own on loopback: fetched once, then from the cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

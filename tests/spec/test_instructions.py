@@ -1,7 +1,5 @@
 """The table of instructions is complete, and its rows are the columns of a program."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import get_args
 

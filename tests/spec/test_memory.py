@@ -1,7 +1,5 @@
 """Parts of memory and their groups: every part has one group, so groups add up to the whole everywhere."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Words for what is computed again, what they mean for graphs, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Clusters of teams: as slow as their slowest device, and on NICs that their messages share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

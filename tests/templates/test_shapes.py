@@ -1,7 +1,5 @@
 """Sizes of transformers and how they are laid out: parameters that models are known to have, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

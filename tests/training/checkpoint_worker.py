@@ -1,7 +1,5 @@
 """Two ranks train, stop at a checkpoint and go on from it with other weights at first; rank 0 writes what came out."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

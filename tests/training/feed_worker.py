@@ -1,7 +1,5 @@
 """Two ranks train on data sets under several plans; rank 0 writes losses, what was read, and spans of loads."""
 
-from __future__ import annotations
-
 import time
 from itertools import islice
 

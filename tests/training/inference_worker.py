@@ -1,7 +1,5 @@
 """Ranks that run a model forward under several plans; which rank made what, beside the model's own answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Two ranks of `test_offload_memory`: what their devices hold at the peak of a few steps, and what was predicted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

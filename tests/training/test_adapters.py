@@ -4,8 +4,6 @@ python -m tests.training.test_adapters WORLD_SIZE plain OUT     the library alon
 python -m tests.training.test_adapters WORLD_SIZE planned OUT   two ranks; rank 0 writes what was found
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

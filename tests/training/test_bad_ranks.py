@@ -1,7 +1,5 @@
 """Ranks that differ from what was planned, or from each other: who, what was expected, what to do; all are ended."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.capture import capture_model

@@ -1,7 +1,5 @@
 """`run --check`: losses of a run beside those of one process, and what is told when they differ."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints: training goes on as if it had not stopped, under every kind of plan; what does not fit is refused."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Dry runs: what one process of many issues is what the program and the local graph say, and a difference is told."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Data sets: the same order for any number of ranks, bounded work ahead, failures and ends; and training on them."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

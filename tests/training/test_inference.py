@@ -1,7 +1,5 @@
 """Plans for inference: forward passes in pipelines, replicas and teams are the model's own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 torchrun and its ranks are forks of a process that has loaded torch (tests/warm.py).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What `meshwright measure` times, from a model reference on."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.measurement import build_segments

@@ -1,7 +1,5 @@
 """A model measured op by op for a GPU, without one: which rows come, their costs, and what a second call does."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

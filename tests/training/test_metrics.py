@@ -1,7 +1,5 @@
 """Scalars that TensorBoard reads, and gauges that a scrape sees while a run goes on; both from `meshwright run`."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import urllib.request

@@ -1,7 +1,5 @@
 """Real runs under named schedules: the losses are those of 1F1B where they flush, the order is the program's."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.program import build_program

@@ -1,7 +1,5 @@
 """Runs that end in odd ways, and models with odd parameters, from the command line."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Memory of the host is mapped, and no part of that. Pipelines alone: what is ther
 is not predicted well, with offload and without (`meshwright validate memory`).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.rank_results import read_results

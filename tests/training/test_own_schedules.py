@@ -1,7 +1,5 @@
 """Real runs under own schedules: the losses are those of 1F1B, and a deadlock never starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.program import with_schedule

@@ -1,7 +1,5 @@
 """What a step takes in each precision is what was predicted: bytes that torch's allocator gives out, on a CPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

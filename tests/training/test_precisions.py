@@ -1,7 +1,5 @@
 """Every precision that the runtime has, under every way to share out states, against plain PyTorch in one process."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A model captured once more in the precision of its plan: types, layers, and what stays in float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

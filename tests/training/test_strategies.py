@@ -1,7 +1,5 @@
 """Strategies of single layers as placements: the model in parts, on one process and on two."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pipelines followed by hand: the oracle of simulated programs."""
 
-from __future__ import annotations
-
 
 def follow_1f1b(stages, num_microbatches):
     """Seconds of 1F1B; messages take no time."""

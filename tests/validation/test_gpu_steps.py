@@ -1,7 +1,5 @@
 """Training steps of plain PyTorch on an H100: what was reached stays reached. Memory: `test_memory`."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshwright.validation import load_table

@@ -1,7 +1,5 @@
 """Predicted bytes reach their targets, and real training here still needs what the shipped truths say."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Steps of known stage times as Programs, against following every forward and backward by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

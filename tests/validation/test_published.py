@@ -1,7 +1,5 @@
 """Published runs: every command parses, every run has its source, and the committed page is what the command writes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The order of runs of one job: Kendall's tau and the regret of the run predicted fastest, against brute force."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bubbles of schedules: the rates that Zero Bubble prints, closed forms with messages, and what was measured."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Rows of measured steps as plans: what `validate` scores is what the `plan` command says of the same layout."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import compress

@@ -1,7 +1,5 @@
 """Rows that may be fitted: drawn by the seed, at most a tenth, and no configuration on both sides."""
 
-from __future__ import annotations
-
 from collections import Counter
 from importlib import resources
 

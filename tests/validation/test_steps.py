@@ -1,7 +1,5 @@
 """Published steps: what is reached stays reached, the one fit is the best, bad rows are named."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

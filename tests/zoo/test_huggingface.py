@@ -1,7 +1,5 @@
 """Hugging Face configurations as model references: classes, batches, losses, sizes, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

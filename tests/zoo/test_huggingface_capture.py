@@ -1,7 +1,5 @@
 """Graphs of Hugging Face models: checked against the model itself, cut into stages, counted, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

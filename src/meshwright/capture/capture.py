@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -31,7 +31,6 @@ from meshwright.spec.own_code import own_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
 
 _FREE = frozenset(

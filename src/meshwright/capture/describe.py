@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from meshwright.capture.call_facts import Legality, judge_cuts
-from meshwright.capture.graph_walk import CaptureTable, OpRow, Walk, build_table, target_of, walk_trace
+from meshwright.capture.graph_walk import CaptureTable, FlatTrace, OpRow, Walk, build_table, target_of, walk_trace
 from meshwright.capture.layer_division import OpLine, Range, divide
 from meshwright.capture.module_devices import CPU
 from meshwright.capture.module_parts import part
@@ -29,7 +29,6 @@ from meshwright.spec.blocks import block_signature
 
 if TYPE_CHECKING:
     from meshwright.capture.capture import Captured
-    from meshwright.capture.graph_walk import FlatTrace
 
 
 # A graph keeps only a hash of the graph inside such an op (under `torch.no_grad` in a model, say a table of rotary

@@ -10,11 +10,11 @@ batch norm (own experiments, torch 2.13).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,9 +37,6 @@ from meshwright.capture.surroundings import allocated, as_untraced, kept_buffers
 from meshwright.capture.value_looks import ValueLooks
 from meshwright.spec import CaptureError
 from meshwright.spec.own_code import own_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 # A batch is what the model is called with (a tensor, a tuple of positional arguments or a dict of keyword arguments)

@@ -24,13 +24,12 @@ from meshwright.capture.graph_walk import FlatTrace, target_of
 from meshwright.capture.layer_division import Range, number_names
 from meshwright.capture.surroundings import quiet_torch
 from meshwright.capture.value_looks import ValueLooks
-from meshwright.spec import CaptureError, Graph
+from meshwright.spec import CaptureError, Graph, Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.capture.capture import Captured
-    from meshwright.spec import Op
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.spec import Plan, ScheduleReferenceError
+from meshwright.spec import Cluster, Graph, Plan, ScheduleReferenceError
 from meshwright.spec.own_code import importable, load_function, reported, split_reference
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.program import ReadyPart
     from meshwright.simulator import Contention, OwnOrder
-    from meshwright.spec import Cluster, Graph
 
 _EXPECTED = "returns the order in which parts of gradients are sent: function(parts)"
 

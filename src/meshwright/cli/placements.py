@@ -8,11 +8,10 @@ from rich.text import Text
 
 from meshwright.cli.json_output import print_json
 from meshwright.cli.output import grid_width, print_tables
-from meshwright.spec import format_bytes, format_count, format_seconds
+from meshwright.spec import Cluster, Graph, Placement, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from meshwright.simulator import Contention, Simulation
-    from meshwright.spec import Cluster, Graph, Placement
 
 
 def print_placement(

@@ -15,7 +15,7 @@ from rich.text import Text
 from meshwright.cli.json_output import print_json
 from meshwright.cli.model_arguments import Mode
 from meshwright.cli.output import note, print_tables
-from meshwright.spec import Placement, Plan, PlanError
+from meshwright.spec import Cluster, DeviceKind, Graph, Placement, Plan, PlanError
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.made_with import MadeWith, recall
 from meshwright.spec.precision import Precision, numbers_of
@@ -24,7 +24,6 @@ from meshwright.spec.scenario import Price, Scenario, load_scenario
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.planner import NothingFitsError, RankedPlan
-    from meshwright.spec import Cluster, DeviceKind, Graph
 
 
 def recall_software(plan: Plan | Placement, given: str | None) -> str | None:

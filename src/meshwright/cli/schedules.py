@@ -14,9 +14,12 @@ from meshwright.cli.json_output import print_json
 from meshwright.cli.model_arguments import graph_to_show
 from meshwright.cli.output import grid_width, print_tables
 from meshwright.spec import (
+    Cluster,
     DocumentError,
+    Graph,
     Placement,
     Plan,
+    Program,
     ScheduleReferenceError,
     encode_document,
     format_count,
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.planner import RankedPlan
     from meshwright.simulator import Contention
-    from meshwright.spec import Cluster, Graph, Program
 
 
 def show_schedule(value: Any, document: str, as_json: bool, out: Path | None = None) -> None:

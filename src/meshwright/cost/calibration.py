@@ -12,16 +12,13 @@ whole models, which depend on no op's time, stay unchanged.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from meshwright.spec import MeasurementError, Opcode
+from meshwright.spec import MeasurementError, Measurements, Opcode, Timeline
 from meshwright.spec.measurements import BUCKET_COPY
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
-
-if TYPE_CHECKING:
-    from meshwright.spec import Measurements, Timeline
 
 Part = Literal["forward", "backward", "optimizer"]
 _OPCODES: dict[Part, Opcode] = {

@@ -19,19 +19,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost.autocast import cast_inputs, compute_type
+from meshwright.cost.autocast import Widths, cast_inputs, compute_type
 from meshwright.cost.costs import OpCost, op_cost_around
 from meshwright.cost.gpu.launches import copied, sum_of
-from meshwright.cost.op_estimates import roofline_interval
+from meshwright.cost.op_estimates import OpTable, roofline_interval
 from meshwright.cost.roofline import LAUNCH_S, RooflineSeconds
 from meshwright.cost.traits import family_of, operator_name
-from meshwright.spec import DTYPE_BYTES
+from meshwright.spec import DTYPE_BYTES, DeviceKind, Graph, Op
 
 if TYPE_CHECKING:
-    from meshwright.cost.autocast import Widths
     from meshwright.cost.gpu.gpu_products import GpuModel, Launch
-    from meshwright.cost.op_estimates import OpTable
-    from meshwright.spec import DeviceKind, Graph, Op
     from meshwright.spec.precision import Numbers
 
 

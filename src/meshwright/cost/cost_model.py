@@ -28,17 +28,17 @@ from meshwright.cost.conversion_costs import (
     widened_gradients,
     with_conversions,
 )
-from meshwright.cost.costs import End, OpCosts, explain_bases, gather_costs
+from meshwright.cost.costs import Basis, Cost, End, Floats, OpCost, OpCosts, Predictions, explain_bases, gather_costs
 from meshwright.cost.fusion.unit_costs import ClassCosts, UnitEstimator
 from meshwright.cost.gpu.gpu_products import is_modelled, shipped_gpu
 from meshwright.cost.gpu.launches import estimate_launches
 from meshwright.cost.gpu.padding import estimate_padded, without_odd_sizes
 from meshwright.cost.host_costs import estimate_host_copy
 from meshwright.cost.host_issue import host_factor, issue_seconds, issue_step, load_host_calls
-from meshwright.cost.kernels import KernelQueries, estimate_kernels, shipped_model
-from meshwright.cost.memory import StageMemory, backend_of, likeness, weigh_stage
-from meshwright.cost.op_classes import classify_ops
-from meshwright.cost.op_estimates import OpTable, estimate_op, roofline_interval
+from meshwright.cost.kernels import KernelModel, KernelQueries, estimate_kernels, shipped_model
+from meshwright.cost.memory import Backend, SharedUnits, StageMemory, backend_of, likeness, weigh_stage
+from meshwright.cost.op_classes import OpClasses, classify_ops
+from meshwright.cost.op_estimates import Curve, OpTable, TracedOps, estimate_op, roofline_interval
 from meshwright.cost.optimizers import (
     OptimizerLoop,
     default_loop,
@@ -53,9 +53,21 @@ from meshwright.cost.team_costs import REPLICATING, Axes, TeamCosts
 from meshwright.cost.traits import family_of
 from meshwright.cost.work import key_in
 from meshwright.records import from_measurements
-from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements, Sharding
+from meshwright.spec import (
+    Cluster,
+    ClusterError,
+    DeviceKind,
+    Graph,
+    MeasurementError,
+    Measurements,
+    Op,
+    Optimizer,
+    Sharding,
+    StageSlice,
+    Workload,
+)
 from meshwright.spec.measurements import BUCKET_COPY
-from meshwright.spec.precision import numbers_of
+from meshwright.spec.precision import Numbers, Precision, numbers_of
 from meshwright.spec.sharding import UNSHARDED
 from meshwright.spec.teams import team_cluster
 
@@ -64,14 +76,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp
     from meshwright.cost.collectives.algorithms import Algorithm
-    from meshwright.cost.costs import Basis, Cost, Floats, OpCost, Predictions
-    from meshwright.cost.kernels import KernelModel
-    from meshwright.cost.memory import Backend, SharedUnits
-    from meshwright.cost.op_classes import OpClasses
-    from meshwright.cost.op_estimates import Curve, TracedOps
     from meshwright.cost.roofline import RooflineSeconds
-    from meshwright.spec import Op, Optimizer, StageSlice, Workload
-    from meshwright.spec.precision import Numbers, Precision
 
 
 # Ops of these families have additional kernels, which inductor fuses.

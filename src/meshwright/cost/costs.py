@@ -11,23 +11,20 @@ Measured: `meshwright validate cpu_ops`, part "totals".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.team_costs import add_exchanges
-from meshwright.spec import computed_again
+from meshwright.cost.team_costs import OpExchange, add_exchanges
+from meshwright.spec import Graph, computed_again
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Collection
 
     from meshwright.cost.roofline import RooflineSeconds
-    from meshwright.cost.team_costs import OpExchange
-    from meshwright.spec import Graph
 
 
 # From the most to the least certain: the row itself; its neighbours in a measured series; a regressor fitted on rows of

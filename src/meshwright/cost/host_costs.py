@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.costs import Cost, Interval, cost_of_seconds
 from meshwright.cost.optimizers import MEASURED_STEP, bytes_per_element, state_bytes
-from meshwright.spec import ClusterError, MeasurementError
+from meshwright.spec import ClusterError, Link, MeasurementError, Node, Nvme, Optimizer
 
 if TYPE_CHECKING:
     from meshwright.cost.cost_model import CostModel
-    from meshwright.spec import Link, Node, Nvme, Optimizer
     from meshwright.spec.offload import Place
 
 

@@ -40,18 +40,15 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from meshwright.cost.autocast import cast_inputs
-from meshwright.cost.costs import Interval
+from meshwright.cost.costs import End, Interval
 from meshwright.cost.op_estimates import fit_curve
-from meshwright.cost.optimizers import default_loop, measured_as, num_operations
+from meshwright.cost.optimizers import OptimizerLoop, default_loop, measured_as, num_operations
 from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.traits import family_of, operator_name, passes_of
-from meshwright.spec import decode_document
+from meshwright.spec import Graph, Measurements, Node, Op, Optimizer, decode_document
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
-    from meshwright.cost.costs import End
-    from meshwright.cost.optimizers import OptimizerLoop
-    from meshwright.spec import Graph, Measurements, Node, Op, Optimizer
     from meshwright.spec.precision import Numbers
 
 # A loop over tensors took 63 to 100 µs per tensor in four runs on one host (AdamW, as in ``host_issue.toml``): a factor

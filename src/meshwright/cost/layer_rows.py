@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.cost.costs import BASES
+from meshwright.cost.costs import BASES, OpCosts
 from meshwright.cost.memory import backend_of
 from meshwright.cost.optimizers import default_loop
 from meshwright.report import graph_rows, graph_total, make_table
-from meshwright.spec import Optimizer, format_percent, format_seconds
+from meshwright.spec import DeviceKind, Graph, Optimizer, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from meshwright.cost.cost_model import CostModel
-    from meshwright.cost.costs import OpCosts
     from meshwright.report.narrow import NarrowTable
-    from meshwright.spec import DeviceKind, Graph
 
 Row = dict[str, Any]
 _MEMORY = ("num_parameters", "saved_bytes")

@@ -19,19 +19,16 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.cost_model import CostModel
-from meshwright.cost.kernels import adapt_kernels, is_tiled, shipped_model
+from meshwright.cost.kernels import KernelModel, adapt_kernels, is_tiled, shipped_model
 from meshwright.cost.op_estimates import collect_traced
 from meshwright.cost.roofline import LAUNCH_S
 from meshwright.cost.software import PYTORCH, Software
 from meshwright.cost.work import read_work
-from meshwright.records import from_measurements, load_measurements, read_records_at
+from meshwright.records import Records, from_measurements, load_measurements, read_records_at
 from meshwright.records.record_table import parse_sizes
-from meshwright.spec import DTYPE_BYTES, MeasurementError, format_seconds
+from meshwright.spec import DTYPE_BYTES, Cluster, DeviceKind, MeasurementError, Measurements, format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.cost.kernels import KernelModel
-    from meshwright.records import Records
-    from meshwright.spec import Cluster, DeviceKind, Measurements
     from meshwright.spec.precision import Precision
 
 

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.costs import Interval, OpCost, op_cost_around
+from meshwright.cost.costs import Basis, Interval, OpCost, op_cost_around
 from meshwright.cost.kernels import is_tiled
-from meshwright.cost.ops import fit_op_regressor
+from meshwright.cost.ops import OpRegressor, fit_op_regressor
 from meshwright.cost.roofline import RooflineSeconds, bound_op
 from meshwright.cost.traits import operator_name
 from meshwright.cost.work import key_in
 from meshwright.records.record_table import parse_sizes
-from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES
+from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES, DeviceKind, Graph, Measurements, Op, OpMeasurement
 from meshwright.spec.measurements import read_move_key
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost.conversion_costs import Move
-    from meshwright.cost.costs import Basis
-    from meshwright.cost.ops import OpRegressor
     from meshwright.records import Records
-    from meshwright.spec import DeviceKind, Graph, Measurements, Op, OpMeasurement
 
 
 # For messages (bytes) and optimizer steps (elements), through measured points:

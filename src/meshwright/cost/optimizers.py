@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from meshwright.cost.costs import Interval, cost_of_seconds
+from meshwright.cost.costs import Basis, Cost, Interval, cost_of_seconds
 from meshwright.cost.gpu.gpu_products import is_modelled, shipped_gpu
 from meshwright.cost.gpu.launches import copied
 from meshwright.cost.op_estimates import Curve, fit_curve
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.costs import Basis, Cost
     from meshwright.spec import DeviceKind, Graph, Measurements, Optimizer, Tensor, Workload
 
 # Torch's loops over the parameters in an optimizer step.

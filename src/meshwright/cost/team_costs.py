@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshwright.spec import MeasurementError
+from meshwright.spec import Cluster, Graph, MeasurementError, Sharding
 from meshwright.spec.exchange import Axis, summing_axes
 from meshwright.spec.sharding import AXES
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from meshwright.cost.collectives import CollectiveOp
     from meshwright.cost.collectives.collective_costs import CollectiveCosts
     from meshwright.cost.costs import End, Floats
-    from meshwright.spec import Cluster, Graph, Sharding
 
 Group = tuple[int, ...]
 Axes = tuple[Axis, ...]

@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshwright.cost.work import Amount, key_in, name_in, operators, read_work
-from meshwright.spec import DTYPE_BYTES
+from meshwright.spec import DTYPE_BYTES, Graph, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from meshwright.spec import Graph, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

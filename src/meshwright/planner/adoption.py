@@ -16,16 +16,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshwright.planner.rank_layouts import slice_evenly
-from meshwright.program import OrderFile, find_schedule, with_schedule
-from meshwright.spec import PlanError, StagePlan
+from meshwright.program import OrderFile, OwnSchedule, find_schedule, with_schedule
+from meshwright.spec import Graph, Plan, PlanError, StagePlan
 from meshwright.spec.schedules import layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost import CostModel
-    from meshwright.program import OwnSchedule
-    from meshwright.spec import Graph, Plan
 
 DEFAULT_CHUNKS = 2
 

@@ -134,7 +134,6 @@ class Places:
     one bucket, ``shared_s`` the seconds to all-reduce one bucket among replicas that shard states.
     """
 
-    layout: Layout
     kind_sets: tuple[tuple[str, ...], ...]
     links: tuple[tuple[int, int], ...]
     kind_of: Integers
@@ -178,7 +177,6 @@ def find_places(
             latency_s[entry], bucket_s[entry] = groups.exchange(ranks)
             shared_s[entry] = groups.exchange(ranks[:shard_size])[1] if shard_size else bucket_s[entry]
     return Places(
-        layout=layout,
         kind_sets=tuple(groups.kind_sets),
         links=tuple(groups.links),
         kind_of=kind_of,

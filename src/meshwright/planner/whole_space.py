@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import backend_of
@@ -36,22 +36,20 @@ from meshwright.spec import (
     Graph,
     MeshwrightError,
     Offload,
+    OpPlacement,
     Plan,
     Sharding,
     StageSlice,
+    Workload,
     recompute_choices,
     slice_graph,
 )
-from meshwright.spec.exchange import Axis
+from meshwright.spec.exchange import Axis, ZeroStage
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.recompute import RecomputeName
 from meshwright.spec.schedules import BASIC_SCHEDULES
 from meshwright.spec.sharding import AXES
 from meshwright.spec.teams import team_cluster
-
-if TYPE_CHECKING:
-    from meshwright.spec import OpPlacement, Workload
-    from meshwright.spec.exchange import ZeroStage
 
 
 def compare_schedules(

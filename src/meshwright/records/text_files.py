@@ -10,17 +10,20 @@ import csv
 import io
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meshwright.records.one_device import from_measurements, to_measurements
 from meshwright.records.record_table import Records, merge_records
-from meshwright.spec import DocumentError, MeasurementError, Measurements, read_document, read_regular, write_document
+from meshwright.spec import (
+    Cluster,
+    DocumentError,
+    MeasurementError,
+    Measurements,
+    read_document,
+    read_regular,
+    write_document,
+)
 from meshwright.spec.files import refuse_replacing
 from meshwright.spec.parsing import MAX_DOCUMENT_BYTES
-
-if TYPE_CHECKING:
-    from meshwright.spec import Cluster
-
 
 _PARQUET, _JSON = ".parquet", ".json"
 

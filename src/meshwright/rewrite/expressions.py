@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from meshwright.rewrite.calculus import IllTypedError
+from meshwright.rewrite.calculus import Arithmetic, IllTypedError, Indexed
 from meshwright.rewrite.calculus.whole import Inverse, Polynomial
 from meshwright.rewrite.operators import OPERATORS
 from meshwright.spec import RewriteError
@@ -23,7 +23,6 @@ from meshwright.spec import RewriteError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from meshwright.rewrite.calculus import Arithmetic, Indexed
 
 _MOST_CHARACTERS = 4096
 _MOST_OPERATORS = 64

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, Indexed, PrimeField
+from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, Indexed, NumberField, PrimeField
 from meshwright.rewrite.calculus.symbols import SizesDifferError
 from meshwright.rewrite.calculus.whole import NotExpressibleError, Polynomial
-from meshwright.rewrite.expressions import letters_of, run
-from meshwright.rewrite.instances import MOST_DIMS, instances
+from meshwright.rewrite.expressions import Condition, Expression, letters_of, run
+from meshwright.rewrite.instances import MOST_DIMS, Instance, instances
 from meshwright.rewrite.proofs import UnlikeError, fit_right
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.rewrite.calculus import NumberField
-    from meshwright.rewrite.expressions import Condition, Expression
-    from meshwright.rewrite.instances import Instance
     from meshwright.rewrite.rules import Rule
 
 _MOST_DRAWS = 300

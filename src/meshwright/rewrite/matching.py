@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.rewrite.calculus import IllTypedError, Indexed
-from meshwright.rewrite.expressions import Call, Formula, Name, given_names, letters_of, names_of, value_of
+from meshwright.rewrite.expressions import (
+    Attribute,
+    Call,
+    Expression,
+    Formula,
+    Name,
+    given_names,
+    letters_of,
+    names_of,
+    value_of,
+)
 from meshwright.rewrite.instances import MOST_DIMS
 from meshwright.rewrite.terms import TermNode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
-
     from meshwright.rewrite.egraph import EGraph
-    from meshwright.rewrite.expressions import Attribute, Expression
     from meshwright.rewrite.rules import Rule
 
 

@@ -19,24 +19,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch._ops import OpOverload
 
-from meshwright.capture import capture_model, flatten_batch
+from meshwright.capture import Captured, capture_model, flatten_batch
 from meshwright.cost import CostModel
 from meshwright.rewrite.fx.captured import Rewritten, read_captured
 from meshwright.rewrite.fx.check import check_close
-from meshwright.rewrite.fx.reading import channels_last
+from meshwright.rewrite.fx.reading import ReadGraph, channels_last
 from meshwright.rewrite.matching import SaturationLimits
 from meshwright.rewrite.search.call_costs import CallCosts, alternate, forward_of, speedups, step_of, untouched
 from meshwright.rewrite.search.graph_search import FoundGraph, GraphSpace, Grown
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
 from meshwright.rewrite.written import check_found, write_found
-from meshwright.spec import EventSink, Measurements, NullSink, RewriteError, load_cluster
+from meshwright.spec import DeviceKind, EventSink, Measurements, NullSink, RewriteError, load_cluster
 
 if TYPE_CHECKING:
     from torch import fx, nn
 
-    from meshwright.capture import Captured
-    from meshwright.rewrite.fx.reading import ReadGraph
-    from meshwright.spec import DeviceKind
 
 LIMITS = SaturationLimits(rounds=4, nodes=4_000, seconds=5.0)
 

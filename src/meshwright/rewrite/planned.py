@@ -21,10 +21,9 @@ from meshwright.rewrite.search.call_costs import CallCosts
 from meshwright.rewrite.search.graph_search import GraphSpace
 from meshwright.rewrite.search.ruleset import shipped_rules
 from meshwright.rewrite.written import check_found, write_found
-from meshwright.spec import Cluster, Plan, PlanError, load_cluster
+from meshwright.spec import Cluster, DeviceKind, Plan, PlanError, load_cluster
 
 if TYPE_CHECKING:
-    from meshwright.spec import DeviceKind
     from meshwright.zoo import ModelSource
 
 # Limited by rounds and operators only: a time limit would give every machine another graph.

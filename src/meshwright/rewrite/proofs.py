@@ -10,18 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.rewrite.calculus import IllTypedError
+from meshwright.rewrite.calculus import IllTypedError, Indexed
 from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
 from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import TooLargeError
-from meshwright.rewrite.calculus.symbols import RefineError, SizesDifferError
+from meshwright.rewrite.calculus.symbols import RefineError, SizesDifferError, Symbols, Value
 from meshwright.rewrite.calculus.whole import NotExpressibleError, Polynomial
-from meshwright.rewrite.instances import MOST_DIMS, instances
+from meshwright.rewrite.instances import MOST_DIMS, Instance, instances
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.calculus import Indexed
-    from meshwright.rewrite.calculus.symbols import Symbols, Value
-    from meshwright.rewrite.instances import Instance
     from meshwright.rewrite.rules import Rule
 
 ILL_TYPED = "the right side is ill typed"

@@ -6,8 +6,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.instances import MOST_DIMS
-from meshwright.rewrite.proofs import describe_sizes, number_at
-from meshwright.rewrite.terms import INPUT
+from meshwright.rewrite.proofs import Attempt, describe_sizes, number_at
+from meshwright.rewrite.terms import INPUT, Terms
 from meshwright.rewrite.verify import verify
 
 if TYPE_CHECKING:
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
     from meshwright.rewrite.matching import Directed
     from meshwright.rewrite.optimize import Candidate, Rewriting
-    from meshwright.rewrite.proofs import Attempt
     from meshwright.rewrite.rules import Rule
     from meshwright.rewrite.search.ruleset import Guided
-    from meshwright.rewrite.terms import Terms
 
 
 _MOST_CHARACTERS = 2000

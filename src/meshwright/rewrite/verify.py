@@ -6,17 +6,12 @@ A rule is proved for all sizes, refuted by an example, only tested, or never app
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from meshwright.rewrite.fuzz import try_rule
+from meshwright.rewrite.fuzz import CounterExample, try_rule
 from meshwright.rewrite.instances import MOST_DIMS
-from meshwright.rewrite.proofs import ILL_TYPED, describe_sizes, prove
-from meshwright.rewrite.rules import conflict
-
-if TYPE_CHECKING:
-    from meshwright.rewrite.fuzz import CounterExample
-    from meshwright.rewrite.proofs import Proof
-    from meshwright.rewrite.rules import Rule
+from meshwright.rewrite.proofs import ILL_TYPED, Proof, describe_sizes, prove
+from meshwright.rewrite.rules import Rule, conflict
 
 Status = Literal["proved", "refuted", "tested", "never fits"]
 

@@ -10,20 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator, likeness, trace_stage
-from meshwright.program import build_program, gradient_buckets, num_active, num_bucket_copies
+from meshwright.cost.memory import (
+    Backend,
+    MemoryEvents,
+    Peak,
+    backend_of,
+    find_peak,
+    follow_allocator,
+    likeness,
+    trace_stage,
+)
+from meshwright.program import Bucket, build_program, gradient_buckets, num_active, num_bucket_copies
 from meshwright.simulator.stage_bytes import compute_orders, shared_units
 from meshwright.simulator.state_shards import ALONE, StateShards, find_shards
-from meshwright.spec import Opcode, check_plan, slice_graph
+from meshwright.spec import Cluster, Graph, Opcode, Plan, StageSlice, check_plan, slice_graph
 from meshwright.spec.memory import name_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost import CostModel
-    from meshwright.cost.memory import Backend, MemoryEvents
-    from meshwright.program import Bucket
-    from meshwright.spec import Cluster, Graph, Plan, StageSlice
 
 # Microbatches beyond the number in flight at once repeat what was there before; one more shows it.
 _MORE_MICROBATCHES = 1

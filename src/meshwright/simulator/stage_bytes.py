@@ -24,7 +24,7 @@ from meshwright.program.sharding import GatherUnit, find_units
 from meshwright.program.stage_transfers import RECEIVE_LOOKAHEAD
 from meshwright.simulator.stage_costs import steps_on_host, weights_shares
 from meshwright.simulator.state_shards import ALONE, StateShards
-from meshwright.spec import DeviceKind, Graph, Opcode, Placement, Plan, StageSlice
+from meshwright.spec import DeviceKind, Graph, Opcode, Placement, Plan, Program, StageSlice
 from meshwright.spec.instructions import COMPUTATIONS
 from meshwright.spec.memory import (
     BUCKETS,
@@ -42,12 +42,10 @@ from meshwright.spec.memory import (
 )
 
 if TYPE_CHECKING:
-    from meshwright.spec import Program
-
     Ints = NDArray[np.int64]
 
 
-# As in runtime/executor.py; with a user's own schedule or a placement, sends are waited for only at the end of the step.
+# As in runtime/executor.py; with a user's own schedule or a placement, sends are waited for only at the end of a step.
 MAX_GRADIENT_SENDS = 4
 
 

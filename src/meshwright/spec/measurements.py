@@ -10,13 +10,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from meshwright.spec.errors import MeasurementError
-from meshwright.spec.graph import Extent
-
-if TYPE_CHECKING:
-    from meshwright.spec.graph import Graph, Op
+from meshwright.spec.graph import Extent, Graph, Op
 
 _CONVERTED = re.compile(r"aten\._to_copy\.default\((\d+):(\w+);dtype=torch\.(\w+)\|0\)")
 _ADDED = re.compile(r"aten\.add_\.Tensor\((\d+):(\w+),\1:\2\|00\)")

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshwright.spec import Graph
-from meshwright.templates.graph_builder import B, GraphBuilder, OwnOutput, times
+from meshwright.templates.graph_builder import B, GraphBuilder, OwnOutput, Shape, times
 from meshwright.templates.modules import (
     activation,
     add,
@@ -37,7 +37,6 @@ from meshwright.templates.modules import (
 )
 
 if TYPE_CHECKING:
-    from meshwright.templates.graph_builder import Shape
     from meshwright.templates.shapes import ExpertLayers, LatentAttention, TransformerShape
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.templates.graph_builder import B, GraphBuilder, Internal, OwnOutput, times
+from meshwright.templates.graph_builder import B, GraphBuilder, Internal, OwnOutput, Saved, Shape, times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from meshwright.templates.graph_builder import Saved, Shape
 
 
 def embedding(graph: GraphBuilder, name: str, rows: int, width: int, indices: int) -> tuple[int, int]:

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.collectives import load_topology
+from meshwright.cost.collectives import CollectiveModel, Topology, load_topology
 from meshwright.cost.collectives.fitting import groups_of
-from meshwright.cost.costs import Interval, Predictions, fit_interval
+from meshwright.cost.costs import Floats, Interval, Predictions, fit_interval
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meshwright.cost import Basis
-    from meshwright.cost.collectives import CollectiveModel, Topology
-    from meshwright.cost.costs import Floats
     from meshwright.records import Records
 
 

@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from sklearn.linear_model import LinearRegression
 
-from meshwright.cost.collectives import fit_collectives
+from meshwright.cost.collectives import CollectiveGroup, CollectiveModel, CollectiveOp, fit_collectives
 from meshwright.cost.collectives.algorithms import count_steps, port_share
 from meshwright.cost.collectives.datasheet import DatasheetErrors, bound_cost, quote_collective
 from meshwright.cost.collectives.fitted import ErrorScale
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
 from meshwright.cost.collectives.shipped_fits import ShippedCollectives, ShippedKind, widen
-from meshwright.cost.costs import Interval, Predictions, join_predictions
+from meshwright.cost.costs import Floats, Interval, Predictions, join_predictions
 from meshwright.records import COLUMNS, Records, concat_records
 from meshwright.spec import load_cluster
 from meshwright.validation.collective_rows import digest_rows, fit_alike, predict_rows, table_of, topology_of
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost import Basis
-    from meshwright.cost.collectives import CollectiveGroup, CollectiveModel, CollectiveOp
-    from meshwright.cost.costs import Floats
 
     Terms = Callable[[CollectiveOp, CollectiveGroup], tuple[list[float], list[float]]]
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, cast
 from meshwright.cost import CostModel
 from meshwright.cost.work import name_in, operators
 from meshwright.spec import Cluster, Graph, Optimizer, Plan, StagePlan, Workload, load_cluster
-from meshwright.validation.datasets import load_graph
+from meshwright.validation.datasets import StepRow, load_graph
 
 if TYPE_CHECKING:
     from meshwright.spec.precision import Precision
-    from meshwright.validation.datasets import StepRow
 
 TABLE, COMPILED_TABLE = "steps_cuda", "steps_cuda_compiled"
 _CLUSTER = "1xH100"

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from meshwright.cost.costs import Predictions
+from meshwright.cost.costs import Floats, Predictions
 from meshwright.planner import predict_step_interval
 from meshwright.simulator import simulate_plan
-from meshwright.spec import Opcode, to_seconds
-from meshwright.validation.datasets import load_table
+from meshwright.spec import Opcode, Timeline, to_seconds
+from meshwright.validation.datasets import StepRow, load_table
 from meshwright.validation.gpu_runs import COMPILED_TABLE, TABLE, read_run
 from meshwright.validation.scores import Score, score_rows
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost import Basis
-    from meshwright.cost.costs import Floats
-    from meshwright.spec import Timeline
-    from meshwright.validation.datasets import StepRow
 
 DATASET, ARM = "gpu_steps", "plan"
 # A step whose kernels take this share of its time is bound by the device.

@@ -18,26 +18,20 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from meshwright.cost.costs import Predictions, join_predictions
-from meshwright.cost.kernels import adapt_kernels, fit_kernels
-from meshwright.cost.kernels.demand import demand_of
-from meshwright.cost.kernels.kernel_fit import split_parts
-from meshwright.spec import load_cluster
+from meshwright.cost.costs import Floats, Predictions, join_predictions
+from meshwright.cost.kernels import Kernel, KernelModel, adapt_kernels, fit_kernels
+from meshwright.cost.kernels.demand import Demand, demand_of
+from meshwright.cost.kernels.kernel_fit import FitRows, split_parts
+from meshwright.spec import DeviceKind, load_cluster
 from meshwright.validation.datasets import load_records
-from meshwright.validation.scores import read_folds, refuse_seen, score_rows
+from meshwright.validation.scores import Score, read_folds, refuse_seen, score_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.costs import Floats
-    from meshwright.cost.kernels import Kernel, KernelModel
-    from meshwright.cost.kernels.demand import Demand
-    from meshwright.cost.kernels.kernel_fit import FitRows
     from meshwright.records import Records
-    from meshwright.spec import DeviceKind
-    from meshwright.validation.scores import Score
 
 
 class Regressor(Protocol):

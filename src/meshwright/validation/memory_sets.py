@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from meshwright.cost.costs import Predictions, fit_interval
+from meshwright.cost.costs import Floats, Predictions, fit_interval
 from meshwright.cost.memory import MEMORY_MARGIN, find_peak, trace_step, weigh_stage
 from meshwright.planner import RankedPlan, evaluate_plan
 from meshwright.program import shard_graph
@@ -60,7 +60,7 @@ from meshwright.spec import (
 from meshwright.spec.memory import SENT
 from meshwright.templates import decoder_graph
 from meshwright.templates.shapes import TransformerShape
-from meshwright.validation.datasets import load_steps, load_table
+from meshwright.validation.datasets import StepRow, load_steps, load_table
 from meshwright.validation.gpu_runs import TABLE, read_run
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_plans import StepPrediction, evaluate_steps, recompute_attention
@@ -70,11 +70,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from meshwright.cost import Basis
-    from meshwright.cost.costs import Floats
-    from meshwright.spec import Plan
     from meshwright.spec.exchange import ZeroStage
     from meshwright.spec.recompute import Ranges
-    from meshwright.validation.datasets import StepRow
 
 DATASET = "memory"
 _GIB, _GB = 2**30, 10**9

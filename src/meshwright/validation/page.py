@@ -8,14 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from meshwright.validation.sets import DATASETS
+from meshwright.validation.sets import DATASETS, DataSet
 from meshwright.validation.validate import name_parts, tabulate_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.validation.scores import Score
-    from meshwright.validation.sets import DataSet
 
 SCORE_HEADINGS = ("part · arm", "n", "MAPE", "median", "p90", "worst", "inside", "width", "tau", "regret", "target")
 PART_HEADINGS = ("part", *SCORE_HEADINGS[1:], "best baseline")

@@ -39,6 +39,7 @@ from meshwright.spec import (
     Section,
     StagePlan,
     Tensor,
+    Timeline,
     Workload,
     to_picoseconds,
     to_seconds,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from meshwright.cost.costs import Floats
-    from meshwright.spec import Timeline
     from meshwright.templates.shapes import Schedule
 
 

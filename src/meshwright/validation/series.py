@@ -25,7 +25,7 @@ import numpy as np
 from meshwright.cost.collectives import fit_collectives
 from meshwright.cost.collectives.fitting import collective_rows
 from meshwright.cost.collectives.kriging import Points, interpolate, number_labels
-from meshwright.cost.costs import Predictions, fit_interval, join_predictions
+from meshwright.cost.costs import Floats, Predictions, fit_interval, join_predictions
 from meshwright.validation.collective_rows import predict_rows
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, read_folds, refuse_seen, score_rows
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost import Basis
-    from meshwright.cost.costs import Floats
     from meshwright.records import Records
 
     Indices = NDArray[np.int64]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from meshwright.spec import DocumentError, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from meshwright.validation.scores import Score
 
 Scorer = Callable[[], "tuple[Score, ...]"]

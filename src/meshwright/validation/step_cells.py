@@ -7,18 +7,16 @@ public rows (``data/training_steps.csv``) and of the settings that these stand f
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.cost.software import DATE, known_software
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from meshwright.templates.shapes import Precision, Recompute, Schedule, ZeroStage
 
-    Row = Mapping[str, str]
-
+Row = Mapping[str, str]
 Meaning = TypeVar("Meaning")
 PRECISIONS: dict[str, Precision] = {
     "": "fp16",

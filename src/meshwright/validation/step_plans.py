@@ -24,14 +24,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshwright.cost import CostModel
+from meshwright.cost import Basis, CostModel
 from meshwright.cost.costs import Predictions
 from meshwright.planner import RankedPlan, evaluate_plan, predict_step_interval
 from meshwright.simulator.many import run_places
 from meshwright.spec import (
     Cluster,
+    DeviceKind,
     GradientExchange,
+    Graph,
     MeshwrightError,
+    Node,
     Optimizer,
     Plan,
     Recompute,
@@ -47,9 +50,7 @@ from meshwright.validation.schedule_sets import SCHEDULE_NAMES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshwright.cost import Basis
     from meshwright.cost.software import Software
-    from meshwright.spec import DeviceKind, Graph, Node
     from meshwright.spec.precision import Precision
     from meshwright.spec.recompute import Ranges
     from meshwright.validation.step_rows import StepCase

@@ -15,10 +15,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 from meshwright.cost.software import Software, find_software
-from meshwright.spec import MAX_SECONDS, load_cluster, shipped_kinds
+from meshwright.spec import MAX_SECONDS, DeviceKind, Node, load_cluster, shipped_kinds
 from meshwright.templates.shapes import (
     ExpertLayers,
     LatentAttention,
@@ -37,6 +36,7 @@ from meshwright.validation.step_cells import (
     SWITCHES,
     UNSTATED,
     CellError,
+    Row,
     read_date,
     read_features,
     read_framework,
@@ -44,10 +44,6 @@ from meshwright.validation.step_cells import (
     read_seconds,
     read_word,
 )
-
-if TYPE_CHECKING:
-    from meshwright.spec import DeviceKind, Node
-    from meshwright.validation.step_cells import Row
 
 # Columns that every table must have, though a cell may be empty.
 NEEDED = (

@@ -21,21 +21,17 @@ import numpy as np
 from meshwright.cost.memory import MemoryLimit
 from meshwright.spec import MeasurementError, MeshwrightError
 from meshwright.templates.shapes import TransformerError
-from meshwright.validation.datasets import load_all_steps
+from meshwright.validation.datasets import StepRow, load_all_steps
 from meshwright.validation.scores import Score, Split, draw_split, read_folds, score_rows
 from meshwright.validation.step_cells import CellError
-from meshwright.validation.step_plans import StepPrediction, evaluate_steps, predictions_of
-from meshwright.validation.step_rows import read_step
-from meshwright.validation.step_table import check_steps, list_reasons, read_steps
+from meshwright.validation.step_plans import Found, StepPrediction, evaluate_steps, predictions_of
+from meshwright.validation.step_rows import StepCase, read_step
+from meshwright.validation.step_table import LeftOut, check_steps, list_reasons, read_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from meshwright.cost.costs import Floats, Predictions
-    from meshwright.validation.datasets import StepRow
-    from meshwright.validation.step_plans import Found
-    from meshwright.validation.step_rows import StepCase
-    from meshwright.validation.step_table import LeftOut
 
 
 SEED, NUM_FOLDS = 20261122, 10

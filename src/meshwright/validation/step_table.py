@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from meshwright.spec import MeasurementError, MeshwrightError, suggest
 from meshwright.validation.datasets import load_steps
-from meshwright.validation.step_cells import CellError, show
-from meshwright.validation.step_rows import NEEDED, read_step
+from meshwright.validation.step_cells import CellError, Row, show
+from meshwright.validation.step_rows import NEEDED, StepCase, read_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from meshwright.validation.step_cells import Row
-    from meshwright.validation.step_rows import StepCase
 
 # A row takes about a tenth of a second to predict, a pipeline of a thousand stages ten times that.
 MAX_ROWS = 100_000

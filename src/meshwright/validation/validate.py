@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.spec import MeasurementError, MeshwrightError
-from meshwright.validation.datasets import load_all_steps, read_lines
+from meshwright.spec import EventSink, MeasurementError, MeshwrightError
+from meshwright.validation.datasets import StepRow, load_all_steps, read_lines
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_plans import evaluate_steps, predictions_of
 from meshwright.validation.step_sets import calibration_rows, run_of
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from meshwright.spec import EventSink
-    from meshwright.validation.datasets import StepRow
     from meshwright.validation.sets import DataSet
 
 

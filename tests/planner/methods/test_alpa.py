@@ -1,7 +1,5 @@
 """Alpa's intra-operator pass: the integer program, its costs, repeated blocks, memory."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 

@@ -1,7 +1,5 @@
 """Alpa's placements as a plan's sharding: its program exchanges what the integer program has paid for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

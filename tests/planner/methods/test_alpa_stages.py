@@ -1,7 +1,5 @@
 """Alpa's inter-operator pass: clusters of layers, submeshes, stages by both objectives, and the method as a whole."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 

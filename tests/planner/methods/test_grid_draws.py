@@ -1,7 +1,5 @@
 """Bounds of the grid beside simulated plans, on problems drawn at random: none lies above."""
 
-from __future__ import annotations
-
 from itertools import islice, pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reads packed columns and finished pages again, without the code that wrote them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib

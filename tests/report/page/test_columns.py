@@ -1,7 +1,5 @@
 """Packed columns are read by an independent decoder; the browser's is tested in tests/browser."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

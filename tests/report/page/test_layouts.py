@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from meshwright.report.page import cluster_part, plan_part
 from meshwright.report.page.page_results import MAX_DEVICES, MAX_NODES
 from meshwright.spec import Opcode

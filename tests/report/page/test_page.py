@@ -1,7 +1,5 @@
 """The page as a file: whole, small, without a way out, whatever the names in it are."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Responses as bytes, in whatever pieces they come."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

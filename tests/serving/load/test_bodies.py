@@ -1,7 +1,5 @@
 """Requests as bytes: what a server of its own makes of them, in JSON and in binary data."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`serve load` as users type it: what is printed, written and refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A load on a stub: requests at their moments, what they say, and that everything that comes back is counted."""
 
-from __future__ import annotations
-
 import threading
 import time
 

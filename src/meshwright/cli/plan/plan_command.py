@@ -38,9 +38,14 @@ from meshwright.cli.requests import as_command
 from meshwright.cli.schedules import check_orders
 from meshwright.cli.written_pages import page_path
 from meshwright.spec import (
+    Cluster,
+    EventSink,
     GradientExchange,
+    Graph,
     MeshwrightError,
     Optimizer,
+    Placement,
+    Plan,
     PlanError,
     Workload,
     format_percent,
@@ -61,7 +66,6 @@ if TYPE_CHECKING:
     from meshwright.planner import Choices, Plans, Problem, Shares
     from meshwright.planner.methods.flexflow import SoapResult
     from meshwright.simulator import Simulation
-    from meshwright.spec import Cluster, EventSink, Graph, Placement, Plan
 
 
 # Simulated proposals without a deadline.

@@ -19,6 +19,7 @@ from meshwright.cli.written_pages import provenance, put_page
 from meshwright.spec import (
     Cluster,
     DocumentError,
+    Graph,
     NoFeasiblePlanError,
     Optimizer,
     Plan,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.planner import Plans, Shares
     from meshwright.simulator import OwnOrder
-    from meshwright.spec import Graph
 
 
 def place_ops(request: PlanRequest) -> None:

@@ -14,7 +14,17 @@ from rich.text import Text
 
 from meshwright.cli.json_output import print_json
 from meshwright.cli.output import print_tables
-from meshwright.spec import DocumentError, format_count, format_percent, format_seconds, suggest, write_text
+from meshwright.spec import (
+    DocumentError,
+    Graph,
+    Placement,
+    Plan,
+    format_count,
+    format_percent,
+    format_seconds,
+    suggest,
+    write_text,
+)
 from meshwright.spec.scenario import Scenario, compose, load_scenario
 
 if TYPE_CHECKING:
@@ -24,7 +34,6 @@ if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.simulator import Contention, Simulation
     from meshwright.simulator.scenarios import Replan, Sweep
-    from meshwright.spec import Graph, Placement, Plan
 
 
 def load_scenarios(references: Sequence[str] | None) -> Scenario:

@@ -21,6 +21,7 @@ from meshwright.spec import (
     Deployment,
     DocumentError,
     Measurements,
+    Trunk,
     format_count,
     format_percent,
     read_deployment,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from meshwright.cli.simulate.simulate_request import SimulateRequest
     from meshwright.serving import Capacity, PlacedModels, ServingResult
     from meshwright.serving.batching import Equation
-    from meshwright.spec import Trunk
 
 
 _SHOWN_NAMES = 6

@@ -22,7 +22,7 @@ from meshwright.cli.simulate.scenario_output import follow_scenario, load_scenar
 from meshwright.cli.simulate.serving_deployment import simulate_serving
 from meshwright.cli.simulate.simulate_request import SimulateRequest
 from meshwright.cli.written_pages import page_path, provenance, put_page
-from meshwright.spec import Opcode, Placement, load_cluster
+from meshwright.spec import Cluster, Graph, Opcode, Placement, Plan, load_cluster
 from meshwright.spec.plan_files import with_compiled
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.planner import RankedPlan
     from meshwright.simulator import Contention, Overflow, Simulation
-    from meshwright.spec import Cluster, Graph, Plan
     from meshwright.spec.scenario import Scenario
 
 

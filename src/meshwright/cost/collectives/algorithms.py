@@ -31,13 +31,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from itertools import product
-from math import log2
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 
 from meshwright.cost.collectives.collective_groups import CollectiveGroup
-from meshwright.spec import ClusterError, MeasurementError, decode_document, suggest
+from meshwright.spec import Cluster, ClusterError, MeasurementError, decode_document, suggest
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from meshwright.cost.costs import Floats
-    from meshwright.spec import Cluster
 
 
 MAX_EXACT = 12
@@ -333,16 +331,11 @@ def check_messages(op: str, num_bytes: ArrayLike) -> None:
         )
 
 
-def count_steps(op: CollectiveOp, group: CollectiveGroup, algorithm: Algorithm = "ring") -> float:
+def count_steps(op: CollectiveOp, group: CollectiveGroup) -> float:
     """Return the number of messages that follow one another, per rank."""
-    num_ranks = group.num_ranks
     if op == "send":
         return 1.0
-    if op == "all_reduce":
-        if algorithm == "tree":
-            return 2.0 * (group.ranks_per_node - 1.0 + log2(group.num_nodes))
-        return 2.0 * (num_ranks - 1)
-    return float(num_ranks - 1)
+    return (2.0 if op == "all_reduce" else 1.0) * (group.num_ranks - 1)
 
 
 def port_share(

@@ -17,18 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, check_messages
-from meshwright.cost.collectives.collective_groups import place_group
-from meshwright.cost.collectives.datasheet import bound_cost, datasheet_scale, quote_collective
+from meshwright.cost.collectives.collective_groups import CollectiveGroup, place_group
+from meshwright.cost.collectives.datasheet import Tariff, bound_cost, datasheet_scale, quote_collective
 from meshwright.cost.collectives.shipped_fits import load_shipped
-from meshwright.cost.costs import Predictions
+from meshwright.cost.costs import Basis, Floats, Predictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from meshwright.cost.collectives.collective_groups import CollectiveGroup
-    from meshwright.cost.collectives.datasheet import Tariff
     from meshwright.cost.collectives.fitted import CollectiveModel
-    from meshwright.cost.costs import Basis, Floats
     from meshwright.spec import Cluster
 
 T = TypeVar("T")

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.spec import ClusterError
+from meshwright.spec import Cluster, ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from meshwright.spec import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,20 +33,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from meshwright.cost.collectives.algorithms import count_steps, port_share
+from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, count_steps, port_share
 from meshwright.cost.collectives.collective_groups import CollectiveGroup
 from meshwright.cost.collectives.fitted import ErrorScale
 from meshwright.cost.collectives.fitting import UNKNOWN
-from meshwright.cost.costs import Interval
-from meshwright.spec import ClusterError, decode_document
+from meshwright.cost.costs import Floats, Interval
+from meshwright.spec import Cluster, ClusterError, Node, decode_document
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
-    from meshwright.cost.costs import Floats
-    from meshwright.spec import Cluster, Node
 
 
 # The interval of a datasheet cost t is, with factors by op that contain 80 % of measurements on public clusters,

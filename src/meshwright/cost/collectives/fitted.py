@@ -32,14 +32,12 @@ import numpy as np
 
 from meshwright.cost.collectives.algorithms import CollectiveOp, Topology, check_messages, count_steps, port_share
 from meshwright.cost.collectives.collective_groups import CollectiveGroup
-from meshwright.cost.costs import Interval, Predictions
+from meshwright.cost.costs import Basis, Floats, Interval, Predictions
 from meshwright.cost.op_estimates import Curve
 from meshwright.spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from meshwright.cost.costs import Basis, Floats
 
 
 _MEASURED: tuple[Basis, ...] = ("measured",)

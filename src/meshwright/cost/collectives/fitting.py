@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS
+from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, CollectiveOp, Topology
 from meshwright.cost.collectives.collective_groups import CollectiveGroup, group_in_mesh
 from meshwright.cost.collectives.fitted import (
     CollectiveModel,
@@ -30,7 +30,7 @@ from meshwright.cost.collectives.fitted import (
     transfer,
 )
 from meshwright.cost.collectives.kriging import draw_series
-from meshwright.cost.costs import Interval, fit_interval
+from meshwright.cost.costs import Floats, Interval, fit_interval
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.collectives.algorithms import CollectiveOp, Topology
-    from meshwright.cost.costs import Floats
     from meshwright.records import Records
 
 # The error without any data: a factor of two, the range within which rules of thumb for NCCL agree with measurements of

@@ -23,14 +23,13 @@ from meshwright.cost.collectives.algorithms import (
 )
 from meshwright.cost.collectives.collective_groups import CollectiveGroup
 from meshwright.report import make_table
-from meshwright.spec import ClusterError
+from meshwright.spec import Cluster, ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost.cost_model import CostModel
     from meshwright.report.narrow import NarrowTable
-    from meshwright.spec import Cluster
 
 Row = dict[str, Any]
 

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from meshwright.cost.collectives.fitted import CollectiveModel
-from meshwright.cost.costs import Interval, Predictions
-from meshwright.spec import decode_document, load_cluster
+from meshwright.cost.costs import Basis, Interval, Predictions
+from meshwright.spec import Cluster, Link, decode_document, load_cluster
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshwright.cost.costs import Basis
-    from meshwright.spec import Cluster, Link
 
 # Generations of a link, and its PCIe variant, differ by a factor of 1.5 at least; datasheets round by less than this.
 _SAME_LINK = 0.1

@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meshwright.cost.fusion.written_values import EXTERNS, IMAGE_DIMS, ORDERED, REDUCTIONS, VIEWS
+from meshwright.cost.fusion.written_values import EXTERNS, IMAGE_DIMS, ORDERED, REDUCTIONS, VIEWS, Device, FusedValue
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from meshwright.cost.fusion.written_values import Device, FusedValue
 
 # A read: a buffer, and the views through which it is read (`FusedValue.turn`s, outermost last).
 Read = tuple[int, tuple[object, ...]]

@@ -16,13 +16,21 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.fusion.fused_kernels import FusedKernel, fuse
 from meshwright.cost.fusion.inductor_lowering import lower
-from meshwright.cost.fusion.written_values import EXTERNS, ORDERED, REDUCTIONS, VIEWS, write_unit
+from meshwright.cost.fusion.written_values import (
+    EXTERNS,
+    ORDERED,
+    REDUCTIONS,
+    VIEWS,
+    Device,
+    FusedValue,
+    Written,
+    write_unit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from meshwright.cost.autocast import Widths
-    from meshwright.cost.fusion.written_values import Device, FusedValue, Written
     from meshwright.spec import Graph
     from meshwright.spec.precision import Numbers
 

@@ -18,27 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.cost.costs import BASES, OpCost, op_cost_around
-from meshwright.cost.fusion.partition import fuse_unit
-from meshwright.cost.gpu.gpu_products import Launch
+from meshwright.cost.costs import BASES, Basis, OpCost, op_cost_around
+from meshwright.cost.fusion.partition import FusedUnit, fuse_unit
+from meshwright.cost.gpu.gpu_products import GpuModel, Launch
 from meshwright.cost.gpu.launches import sum_of
 from meshwright.cost.host_issue import kernel_issue_seconds, unit_issue_seconds
 from meshwright.cost.op_estimates import TRANSFERRED
 from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.traits import operator_name, passes_of
-from meshwright.spec import compiled_units
+from meshwright.spec import DeviceKind, Graph, compiled_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from meshwright.cost.autocast import Widths
-    from meshwright.cost.costs import Basis
     from meshwright.cost.fusion.fused_kernels import FusedKernel
-    from meshwright.cost.fusion.partition import FusedUnit
     from meshwright.cost.fusion.written_values import Device
-    from meshwright.cost.gpu.gpu_products import GpuModel
     from meshwright.cost.op_classes import OpClasses
-    from meshwright.spec import DeviceKind, Graph
     from meshwright.spec.precision import Numbers
 
 _NONE = RooflineSeconds(forward_s=0.0, backward_s=0.0, accumulate_s=0.0)

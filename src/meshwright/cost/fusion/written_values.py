@@ -14,17 +14,15 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.autocast import cast_inputs, compute_type
+from meshwright.cost.autocast import Widths, cast_inputs, compute_type
 from meshwright.cost.traits import family_of, is_view, operator_name
-from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES
+from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES, Graph, Op
 from meshwright.spec.codec import decode
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.cost.autocast import Widths
-    from meshwright.spec import Graph, Op
     from meshwright.spec.precision import Numbers
 
 

@@ -20,17 +20,14 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright.cost.costs import Interval
+from meshwright.cost.costs import Basis, Interval
 from meshwright.cost.kernels.demand import is_tiled
-from meshwright.spec import decode_document
+from meshwright.spec import DeviceKind, decode_document
 from meshwright.spec.parsing import read_data
 from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from meshwright.cost.costs import Basis
-    from meshwright.spec import DeviceKind
 
 
 # Bytes of one load of tensor cores.

@@ -24,25 +24,21 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshwright.cost.costs import Interval, op_cost_around
-from meshwright.cost.gpu.gpu_products import Launch, between
+from meshwright.cost.costs import Interval, OpCost, op_cost_around
+from meshwright.cost.gpu.gpu_products import GpuModel, Launch, between
 from meshwright.cost.roofline import LAUNCH_S, RooflineSeconds, peak_flops
 from meshwright.cost.software import PYTORCH, Software
 from meshwright.cost.traits import Passes, is_view, passes_of
 from meshwright.cost.work import ATTENTION_BACKWARD, read_work
-from meshwright.cost.work.op_calls import find_operator, read_call
+from meshwright.cost.work.op_calls import OpCall, WorkRow, find_operator, read_call
 from meshwright.cost.work.work_count import time_steps
-from meshwright.spec import DTYPE_BYTES
+from meshwright.spec import DTYPE_BYTES, DeviceKind, Graph, Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from meshwright.cost.autocast import Widths
-    from meshwright.cost.costs import OpCost
-    from meshwright.cost.gpu.gpu_products import GpuModel
     from meshwright.cost.kernels import KernelQueries
-    from meshwright.cost.work.op_calls import OpCall, WorkRow
-    from meshwright.spec import DeviceKind, Graph, Op
 
     _Kernels = Callable[["_Counted"], tuple[Launch, ...]]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.cost.gpu.gpu_products import Launch, alignment
+from meshwright.cost.gpu.gpu_products import GpuModel, Launch, alignment
 from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.work.op_calls import read_call
 from meshwright.cost.work.work_count import product_sizes
@@ -18,7 +18,6 @@ from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
     from meshwright.cost.costs import OpCost
-    from meshwright.cost.gpu.gpu_products import GpuModel
     from meshwright.spec import DeviceKind
 
 # pad_mm.py, should_pad: the factor by which the product of odd sizes must take longer.

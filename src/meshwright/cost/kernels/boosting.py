@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.compiled import compiled
-from meshwright.cost.kernels.demand import SIZES, seen_keys
+from meshwright.cost.kernels.demand import SIZES, Demand, seen_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost.costs import Floats
-    from meshwright.cost.kernels.demand import Demand
     from meshwright.cost.kernels.law import Explained
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from meshwright.compiled import compiled
 from meshwright.cost.roofline import peak_flops
-from meshwright.spec import MeasurementError
+from meshwright.spec import DeviceKind, MeasurementError
 from meshwright.spec.units import ARITHMETIC_BYTES
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from meshwright.cost.costs import Floats
-    from meshwright.spec import DeviceKind
 
 
 # The sizes of a query, by op.

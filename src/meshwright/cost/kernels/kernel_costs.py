@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from meshwright.cost.kernels.demand import has_rate, wrong_sizes
-from meshwright.cost.kernels.kernel_model import Kernel
+from meshwright.cost.kernels.kernel_model import Kernel, KernelModel
 from meshwright.cost.roofline import RooflineSeconds
 from meshwright.cost.work import read_work
-from meshwright.cost.work.op_calls import read_call
+from meshwright.cost.work.op_calls import OpCall, read_call
 from meshwright.cost.work.work_count import time_steps
 from meshwright.spec.units import ARITHMETIC_BYTES
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from meshwright.cost.costs import Basis, Floats, OpCost, Predictions
     from meshwright.cost.gpu.gpu_products import ProductRates
-    from meshwright.cost.kernels.kernel_model import KernelModel
-    from meshwright.cost.work.op_calls import OpCall
     from meshwright.spec import DeviceKind, Graph, Op
 
 # The relation of a kernel to the measured ones.

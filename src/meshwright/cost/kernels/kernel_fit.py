@@ -13,24 +13,27 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from meshwright.cost.costs import Interval, fit_interval
-from meshwright.cost.kernels.boosting import NUM_PLACED, BoostingSettings, Scale, fit_correction, fit_trees
-from meshwright.cost.kernels.demand import SIZES, check_sizes, demand_of, dispatch_of, family_of, has_rate
+from meshwright.cost.costs import Floats, Interval, fit_interval
+from meshwright.cost.kernels.boosting import (
+    NUM_PLACED,
+    BoostingSettings,
+    Correction,
+    Scale,
+    Trees,
+    fit_correction,
+    fit_trees,
+)
+from meshwright.cost.kernels.demand import SIZES, Demand, check_sizes, demand_of, dispatch_of, family_of, has_rate
 from meshwright.cost.kernels.kernel_model import MIN_ROWS, Kernel, KernelGroup, KernelModel, OpModel, explain, prior_of
-from meshwright.cost.kernels.law import first_prior, fit_law, shared_prior
-from meshwright.spec import MeasurementError
+from meshwright.cost.kernels.law import Prior, first_prior, fit_law, shared_prior
+from meshwright.spec import DeviceKind, MeasurementError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.costs import Floats
-    from meshwright.cost.kernels.boosting import Correction, Trees
-    from meshwright.cost.kernels.demand import Demand
-    from meshwright.cost.kernels.law import Prior
     from meshwright.records import Records
-    from meshwright.spec import DeviceKind
 
 
 Step = Literal["sister", "near", "far"]

@@ -19,23 +19,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.costs import Interval, Predictions
-from meshwright.cost.kernels.boosting import features_of
-from meshwright.cost.kernels.demand import check_device, check_sizes, demand_of, dispatch_of, family_of, split_dtype
-from meshwright.cost.kernels.law import law_seconds, shared_prior
-from meshwright.spec import MeasurementError
+from meshwright.cost.costs import Basis, Floats, Interval, Predictions
+from meshwright.cost.kernels.boosting import Correction, Scale, Trees, features_of
+from meshwright.cost.kernels.demand import (
+    Demand,
+    check_device,
+    check_sizes,
+    demand_of,
+    dispatch_of,
+    family_of,
+    split_dtype,
+)
+from meshwright.cost.kernels.law import Prior, law_seconds, shared_prior
+from meshwright.spec import DeviceKind, MeasurementError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import ArrayLike, NDArray
 
-    from meshwright.cost.costs import Basis, Floats
-    from meshwright.cost.kernels.boosting import Correction, Scale, Trees
-    from meshwright.cost.kernels.demand import Demand
     from meshwright.cost.kernels.kernel_fit import Step
-    from meshwright.cost.kernels.law import Prior
-    from meshwright.spec import DeviceKind
 
 # The fewest rows of a group that may represent its device for others.
 MIN_ROWS = 200

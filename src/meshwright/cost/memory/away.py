@@ -25,18 +25,14 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.cost.memory.kept import measure_tensors
-from meshwright.cost.memory.ledger import kept_results
-from meshwright.spec import read_from_outside
+from meshwright.cost.memory.kept import Backend, measure_tensors
+from meshwright.cost.memory.ledger import Ledger, Lifetimes, kept_results
+from meshwright.spec import Graph, StageSlice, Workload, read_from_outside
 from meshwright.spec.memory import SAVED
 from meshwright.spec.recompute import kept_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence, Set
-
-    from meshwright.cost.memory.kept import Backend
-    from meshwright.cost.memory.ledger import Ledger, Lifetimes
-    from meshwright.spec import Graph, StageSlice, Workload
 
 
 # As in torchtune (torchtune/training/_activation_offloading.py: min_offload_size): copying smaller values gains

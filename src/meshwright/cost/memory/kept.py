@@ -35,14 +35,13 @@ from meshwright.cost.autocast import as_computed, cast_copy, cast_inputs
 from meshwright.cost.optimizers import optimizer_bytes
 from meshwright.cost.traits import family_of, operator_name
 from meshwright.cost.work import find_operator, name_in, operators
-from meshwright.spec import FLOAT_DTYPES, Extent, GraphError
+from meshwright.spec import FLOAT_DTYPES, Extent, Graph, GraphError, Op, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from meshwright.spec import Graph, Op, Workload
     from meshwright.spec.precision import Numbers
 
 

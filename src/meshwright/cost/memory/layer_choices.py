@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cost.memory.memory_options import MemoryOptions, weigh_rank
 from meshwright.cost.memory.stage_memory import backend_of, weigh_stage
-from meshwright.spec import GraphError, recompute_choices, slice_graph, with_recompute
+from meshwright.spec import Cluster, Graph, GraphError, Workload, recompute_choices, slice_graph, with_recompute
 
 if TYPE_CHECKING:
-    from meshwright.spec import Cluster, Graph, Workload
     from meshwright.spec.recompute import RecomputeName
 
 Row = dict[str, Any]

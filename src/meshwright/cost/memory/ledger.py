@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 from meshwright.compiled import compiled
 from meshwright.cost.autocast import kept_copies
 from meshwright.cost.traits import family_of
-from meshwright.spec import read_from_outside
+from meshwright.spec import Graph, Op, StageSlice, read_from_outside
 from meshwright.spec.memory import MEMORY_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from meshwright.spec import Graph, Op, StageSlice
 
 
 # Indices of the computations in a row of bytes.

@@ -23,16 +23,13 @@ from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.autocast import as_computed
 from meshwright.cost.host_costs import estimate_host_copy
-from meshwright.cost.memory.kept import as_kept, library_workspaces
+from meshwright.cost.memory.kept import Backend, as_kept, library_workspaces
 from meshwright.cost.memory.stage_memory import backend_of, weigh_stage
 from meshwright.cost.optimizers import state_bytes
-from meshwright.spec import PlanError, format_bytes, format_percent
+from meshwright.spec import DeviceKind, Graph, Link, PlanError, StageSlice, Workload, format_bytes, format_percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from meshwright.cost.memory.kept import Backend
-    from meshwright.spec import DeviceKind, Graph, Link, StageSlice, Workload
 
 
 CONTEXT_BYTES = 2**29

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.memory.walk import StageWalk
+from meshwright.cost.memory.walk import OptimizerLoop, StageWalk
 from meshwright.spec.memory import GRADIENTS, INPUTS, MEMORY_PARTS, RECEIVED, SENT, WORKSPACE
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from meshwright.cost.memory.kept import Backend
     from meshwright.cost.memory.ledger import MemoryEvents
     from meshwright.cost.memory.shared_units import SharedUnits
-    from meshwright.cost.memory.walk import OptimizerLoop
     from meshwright.spec import Graph, StageSlice, Workload
 
 _ELSEWHERE = [RECEIVED, INPUTS]

@@ -18,12 +18,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.memory.kept import as_kept, has_own_backward
-from meshwright.cost.memory.ledger import BACKWARD_FIRST, BACKWARD_LATER, FORWARD, NUM_MOMENTS, STEP, fullest
+from meshwright.cost.memory.kept import Backend, as_kept, has_own_backward
+from meshwright.cost.memory.ledger import (
+    BACKWARD_FIRST,
+    BACKWARD_LATER,
+    FORWARD,
+    NUM_MOMENTS,
+    STEP,
+    MemoryEvents,
+    fullest,
+)
 from meshwright.cost.memory.phases import Phase, StagePhases, count_phases, trace_phases
-from meshwright.cost.memory.walk import StageWalk, default_loop
+from meshwright.cost.memory.walk import OptimizerLoop, StageWalk, default_loop
 from meshwright.cost.optimizers import optimizer_bytes
-from meshwright.spec import GraphError, slice_graph
+from meshwright.spec import DeviceKind, Graph, GraphError, StageSlice, Workload, slice_graph
 from meshwright.spec.memory import GRADIENTS, RECEIVED, SAVED, SENT
 
 if TYPE_CHECKING:
@@ -31,11 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.memory.kept import Backend
-    from meshwright.cost.memory.ledger import MemoryEvents
     from meshwright.cost.memory.shared_units import SharedUnits
-    from meshwright.cost.memory.walk import OptimizerLoop
-    from meshwright.spec import DeviceKind, Graph, StageSlice, Workload
 
 
 # The first step makes the optimizer's states, the second is like all later ones.

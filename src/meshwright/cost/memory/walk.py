@@ -25,7 +25,7 @@ from meshwright.cost.memory.kept import (
 from meshwright.cost.memory.ledger import Ledger, LedgerStretch, find_lifetimes
 from meshwright.cost.memory.shared_units import NOTHING_SHARED, SharedUnit, SharedUnits, UnitMemory
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES
-from meshwright.spec import DTYPE_BYTES, passed_again
+from meshwright.spec import DTYPE_BYTES, Channel, Graph, Op, StageSlice, Workload, passed_again
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -43,7 +43,6 @@ from meshwright.spec.recompute import kept_within
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence, Set
 
-    from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
     from meshwright.spec.precision import Numbers
 
 

@@ -13,14 +13,12 @@ from functools import cache, lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.spec import DTYPE_BYTES, op_key
+from meshwright.spec import DTYPE_BYTES, Graph, Op, op_key
 from meshwright.spec.codec import decode
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from meshwright.spec import Graph, Op
 
 
 Family = Literal["product", "convolution", "attention", "recurrent", "norm", "pointwise", "reduction", "copy", "view"]

@@ -20,14 +20,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.cost.work.op_calls import Amount, find_operator, parameter_places, read_call
+from meshwright.cost.work.op_calls import Amount, Family, OpCall, WorkRow, find_operator, parameter_places, read_call
 from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES
 from meshwright.spec.graph import MAX_GRAPH_BYTES, MAX_GRAPH_FLOPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from meshwright.cost.work.op_calls import Family, OpCall, WorkRow
 
 
 # (m, n, k, count): the sizes that distinguish ops of one family.

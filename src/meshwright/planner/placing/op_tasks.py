@@ -14,19 +14,12 @@ Replicable ops are not tasks: every device computes those that it needs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from meshwright.cost.traits import operator_name
 from meshwright.solving import strong_components
-from meshwright.spec import Graph, NoFeasiblePlanError, PlanError, suggest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from meshwright.spec import Op
-
+from meshwright.spec import Graph, NoFeasiblePlanError, Op, PlanError, suggest
 
 # Stands for the state of the generator, in place of a tensor in an edge.
 GENERATOR = -1

@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.program.sharding.placement_table import find_conversion
+from meshwright.program.sharding.placement_table import Conversion, find_conversion
 from meshwright.program.sharding.sharded import MESH
-from meshwright.spec import Extent, Op, Partial, Replicate, Shard, Tensor
+from meshwright.spec import Extent, Op, Partial, Replicate, Shard, Sharding, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from meshwright.program.sharding.expert_ops import Grouped
-    from meshwright.program.sharding.placement_table import Conversion
     from meshwright.program.sharding.propagate import Place, PropagationState
-    from meshwright.spec import Sharding
     from meshwright.spec.exchange import Axis, CollectiveKind
     from meshwright.spec.graph import Role
     from meshwright.spec.sharding import Layout

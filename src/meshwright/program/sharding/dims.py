@@ -14,13 +14,22 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.program.sharding import views
-from meshwright.program.sharding.op_signatures import OpSignature, aligned, one, plain, unknown, whole, with_fixed
+from meshwright.program.sharding.op_signatures import (
+    Dims,
+    Found,
+    OpSignature,
+    Shape,
+    aligned,
+    one,
+    plain,
+    unknown,
+    whole,
+    with_fixed,
+)
 from meshwright.program.sharding.placement_table import operator_name, operator_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from meshwright.program.sharding.op_signatures import Dims, Found, Shape
 
 
 def broadcast(call: OpSignature) -> Found:

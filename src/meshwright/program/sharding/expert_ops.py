@@ -6,16 +6,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from meshwright.program.sharding.dims import OpDims
 from meshwright.program.sharding.op_signatures import one
 from meshwright.program.sharding.placement_table import operator_name
-from meshwright.spec import PlanError
-
-if TYPE_CHECKING:
-    from meshwright.spec import Graph, Op
-
+from meshwright.spec import Graph, Op, PlanError
 
 # The label of the sorted choices, and of the experts that they are sorted by.
 ROWS = "rows"

@@ -6,24 +6,17 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from meshwright.program.sharding.axis_facts import AxisGraph
 from meshwright.program.sharding.convert import Conversions, split_shape
-from meshwright.program.sharding.dims import find_label
+from meshwright.program.sharding.dims import OpSplit, find_label
 from meshwright.program.sharding.expert_ops import misplaced
-from meshwright.program.sharding.propagate import propagate
+from meshwright.program.sharding.propagate import PropagationState, propagate
 from meshwright.program.sharding.sharded import ShardedGraph
 from meshwright.program.sharding.sharding_rules import is_meant, rule_for
-from meshwright.spec import Extent, Graph, Op, PlanError, Replicate, Sharding, suggest
+from meshwright.spec import Extent, Graph, Op, PlanError, Replicate, Sharding, Tensor, suggest
 from meshwright.spec.exchange import Axis, Collective
 from meshwright.spec.sharding import Layout
-
-if TYPE_CHECKING:
-    from meshwright.program.sharding.dims import OpSplit
-    from meshwright.program.sharding.propagate import PropagationState
-    from meshwright.spec import Tensor
-
 
 Shape = tuple[Extent, ...]
 

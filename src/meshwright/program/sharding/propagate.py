@@ -17,12 +17,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from meshwright.program.sharding.axis_facts import AxisGraph
-from meshwright.program.sharding.dims import gradient_is_sum
+from meshwright.program.sharding.dims import OpDims, OpSplit, gradient_is_sum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.program.sharding.dims import OpDims, OpSplit
     from meshwright.program.sharding.op_signatures import Dim
 
 # (dim, parts) along which a tensor is split, None if it is whole.

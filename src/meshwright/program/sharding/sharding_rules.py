@@ -16,19 +16,16 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.program.sharding.axis_facts import UNEVEN_FROM, divides
+from meshwright.program.sharding.axis_facts import UNEVEN_FROM, AxisGraph, divides
 from meshwright.program.sharding.dims import OpSplit, find_label
 from meshwright.program.sharding.expert_ops import ROWS, check_experts
-from meshwright.program.sharding.propagate import arriving, follow
+from meshwright.program.sharding.propagate import AxisRule, Place, PropagationState, arriving, follow
 from meshwright.program.sharding.sharded import MESH
-from meshwright.spec import FLOAT_DTYPES, PlanError
+from meshwright.spec import FLOAT_DTYPES, Op, OpPlacement, PlanError, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from meshwright.program.sharding.axis_facts import AxisGraph
-    from meshwright.program.sharding.propagate import AxisRule, Place, PropagationState
-    from meshwright.spec import Op, OpPlacement, Sharding
     from meshwright.spec.exchange import Axis
 
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.program.sharding.op_signatures import aligned, one, plain, unknown, whole, with_fixed
+from meshwright.program.sharding.op_signatures import (
+    Dim,
+    Dims,
+    Found,
+    OpSignature,
+    Shape,
+    aligned,
+    one,
+    plain,
+    unknown,
+    whole,
+    with_fixed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from meshwright.program.sharding.op_signatures import Dim, Dims, Found, OpSignature, Shape
 
 
 def permuted(call: OpSignature) -> Found:

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES
+from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES, Graph, StageSlice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Set
 
-    from meshwright.spec import Graph, StageSlice
     from meshwright.spec.exchange import Phase
 
 

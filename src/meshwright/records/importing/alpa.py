@@ -17,21 +17,17 @@ import ast
 import math
 import pickletools
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from meshwright.records.importing.imported import Imported
 from meshwright.records.record_table import Row, columns_of, keep_sound, named_shapes
 from meshwright.spec import DTYPE_BYTES, DocumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 # The database of 8,000 collectives takes 104,000; each costs about a microsecond and a hundred bytes.
 MAX_OPCODES = 5_000_000

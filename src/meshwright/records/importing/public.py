@@ -12,7 +12,7 @@ A dtype with a colon says after it what else differs: ``float8_e4m3fn:block`` (s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +22,6 @@ from meshwright.records.record_table import keep_sound, named_shapes
 from meshwright.spec import DTYPE_BYTES, DocumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from numpy.typing import NDArray
 
 Columns = dict[str, "NDArray[Any]"]

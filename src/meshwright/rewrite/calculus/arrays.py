@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.rewrite.calculus.fields import PRIME
+from meshwright.rewrite.calculus.fields import PRIME, NumberField
 from meshwright.rewrite.calculus.whole import IllTypedError, Indexed
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.rewrite.calculus.fields import NumberField
 
 # Dims of a result and sums inside of it: NumPy allows 64 axes.
 _AXES = 16

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import z3
 
-from meshwright.rewrite.calculus.whole import Polynomial
+from meshwright.rewrite.calculus.whole import Guard, Guards, Letter, Polynomial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
-    from meshwright.rewrite.calculus.whole import Guard, Guards, Letter
 
 _Z3_MS = 200
 # A proof that needs more z3 questions than this is given up.

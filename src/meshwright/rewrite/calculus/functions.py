@@ -6,18 +6,15 @@ ordered as -p/2 … p/2, so that the largest of some and what follows from it ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import erf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from meshwright.rewrite.calculus.sums import Applied, Total, named_alike
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

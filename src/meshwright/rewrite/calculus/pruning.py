@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.rewrite.calculus.sums import Applied, Branch, Largest, Total, make_product, named_alike
-from meshwright.rewrite.calculus.whole import NO_GUARDS, Polynomial
+from meshwright.rewrite.calculus.sums import (
+    Applied,
+    Atom,
+    Binder,
+    Branch,
+    Largest,
+    Product,
+    Total,
+    make_product,
+    named_alike,
+)
+from meshwright.rewrite.calculus.whole import NO_GUARDS, Guards, Polynomial
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
     from meshwright.rewrite.calculus.facts import LetterBounds
-    from meshwright.rewrite.calculus.sums import Atom, Binder, Product
-    from meshwright.rewrite.calculus.whole import Guards
 
 
 def simplified(facts: LetterBounds, total: Total, given: Guards) -> Total:

@@ -15,12 +15,10 @@ from itertools import count, permutations, product
 from math import factorial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from meshwright.rewrite.calculus.whole import Polynomial, data_letter, data_value
+from meshwright.rewrite.calculus.whole import Guards, Letter, Polynomial, data_letter, data_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from meshwright.rewrite.calculus.whole import Guards, Letter
 
 
 _MOST_ORDERS = 720

@@ -33,6 +33,7 @@ from meshwright.rewrite.calculus.whole import (
     NO_GUARDS,
     Guards,
     Inverse,
+    Letter,
     NotExpressibleError,
     Polynomial,
     data_letter,
@@ -41,8 +42,6 @@ from meshwright.rewrite.calculus.whole import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from meshwright.rewrite.calculus.whole import Letter
 
 
 Case: TypeAlias = "tuple[Guards, Total]"

@@ -6,14 +6,10 @@ that is itself a value of a tensor (`data_letter`: the row that an embedding loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
+from typing import Any, Protocol, TypeAlias
 
 # An index or a size: a whole number, a polynomial, or an array of indices. A scalar: a machine's own type.
 Index = Any

@@ -15,19 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
-from meshwright.capture import flatten_batch, part
+from meshwright.capture import Captured, flatten_batch, part
 from meshwright.capture.call_facts import draws_random, written_and_aliased
 from meshwright.capture.graph_walk import Returned, walk_trace
 from meshwright.capture.value_looks import Slot
-from meshwright.rewrite.fx.reading import read_graph
+from meshwright.rewrite.fx.reading import ReadGraph, read_graph
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
-    from meshwright.capture import Captured
     from meshwright.capture.export import BatchLayout
-    from meshwright.rewrite.fx.reading import ReadGraph
     from meshwright.rewrite.terms import InputKind
 
 

@@ -20,13 +20,11 @@ from torch import fx
 from meshwright.capture.call_facts import draws_random, written_and_aliased
 from meshwright.rewrite.calculus import IllTypedError
 from meshwright.rewrite.fx.aten_in import CONVERTERS, IN_PLACE, expected_type
-from meshwright.rewrite.terms import TOKEN, TensorType, Terms
+from meshwright.rewrite.terms import TOKEN, InputKind, TensorType, Terms
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from meshwright.rewrite.terms import InputKind
 
 
 aten = torch.ops.aten

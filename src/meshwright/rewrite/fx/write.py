@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,14 +12,11 @@ import torch
 from torch import fx
 
 from meshwright.capture.call_facts import written_and_aliased
-from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN, TermNode
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN, TensorType, TermNode, Terms
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from meshwright.rewrite.fx.reading import ReadGraph
-    from meshwright.rewrite.terms import TensorType, Terms
 
 
 aten = torch.ops.aten

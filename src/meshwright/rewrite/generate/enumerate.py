@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.rewrite.calculus import Arrays, IllTypedError, PrimeField
-from meshwright.rewrite.expressions import Call, Name, value_of
+from meshwright.rewrite.expressions import Call, Expression, Name, value_of
 from meshwright.rewrite.operators import OPERATORS
 from meshwright.spec import EventSink, NullSink
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.rewrite.expressions import Expression
     from meshwright.rewrite.generate.domain import Domain, OperatorStep
 
 _CHUNK_ELEMENTS = 2**21

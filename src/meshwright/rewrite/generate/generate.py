@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import __version__
 from meshwright.rewrite.egraph import EGraph
-from meshwright.rewrite.expressions import Call, Expression, Formula, Name, letters_of, value_of
+from meshwright.rewrite.expressions import Attribute, Call, Expression, Formula, Name, letters_of, value_of
 from meshwright.rewrite.fuzz import try_rule
-from meshwright.rewrite.generate.domain import usual_domain
-from meshwright.rewrite.generate.enumerate import enumerate_terms, hold_elsewhere
+from meshwright.rewrite.generate.domain import Domain, OperatorStep, usual_domain
+from meshwright.rewrite.generate.enumerate import Enumeration, enumerate_terms, hold_elsewhere
 from meshwright.rewrite.matching import SaturationLimits, directions, saturate
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import BookRule, RuleBook
@@ -36,10 +36,6 @@ from meshwright.spec import EventSink, NullSink
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from meshwright.rewrite.expressions import Attribute
-    from meshwright.rewrite.generate.domain import Domain, OperatorStep
-    from meshwright.rewrite.generate.enumerate import Enumeration
 
 
 # A term in prefix order: numbers of steps, with given tensors below 0.

@@ -7,16 +7,12 @@ book.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meshwright.rewrite.importing.taso import read_taso
 from meshwright.rewrite.importing.unity import read_unity
 from meshwright.rewrite.rulebook import read_rule_book
-from meshwright.rewrite.rules import read_rules
+from meshwright.rewrite.rules import Rule, read_rules
 from meshwright.spec import RewriteError
-
-if TYPE_CHECKING:
-    from meshwright.rewrite.rules import Rule
 
 __all__ = ["read_rule_file", "read_taso", "read_unity"]
 

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from meshwright.rewrite.rules import rule_of
+from meshwright.rewrite.rules import Rule, rule_of
 from meshwright.rewrite.special import Special
 from meshwright.spec import RewriteError, write_text
-
-if TYPE_CHECKING:
-    from meshwright.rewrite.rules import Rule
 
 SCHEMA_VERSION = 2
 ShippedBook = Literal["generated", "torch", "xla"]

@@ -12,31 +12,27 @@ import statistics
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from meshwright.capture import capture_calls, part
+from meshwright.capture import Captured, capture_calls, part
 from meshwright.measurement import OpSource, measure_ops, merge_measurements
 from meshwright.rewrite.fx.write import EMITTERS, AtenCall
-from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE
-from meshwright.spec import EventSink, MeasurementError, NullSink
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TensorType, TermNode
+from meshwright.spec import DeviceKind, EventSink, MeasurementError, NullSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from typing import Any
 
     from numpy.typing import NDArray
 
-    from meshwright.capture import Captured
     from meshwright.cost import CostModel
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.search.loading import ClassFacts
-    from meshwright.rewrite.terms import TensorType, TermNode
-    from meshwright.spec import DeviceKind
 
 
 # Seconds that a candidate runs for at a time. A short one then finds its own weights in caches, as it would in a loop,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.rewrite.matching import SaturationLimits, saturate
-from meshwright.rewrite.search.call_costs import FREE, call_of
+from meshwright.rewrite.search.call_costs import FREE, CallCosts, TorchCall, call_of
 from meshwright.rewrite.search.extraction import extract, smallest
-from meshwright.rewrite.search.loading import find_known, is_token, load
+from meshwright.rewrite.search.loading import ClassFacts, find_known, is_token, load
 from meshwright.rewrite.search.merging import Merging
 from meshwright.rewrite.terms import TermNode, Terms
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set
 
     from meshwright.rewrite.egraph import EGraph
-    from meshwright.rewrite.search.call_costs import CallCosts, TorchCall
-    from meshwright.rewrite.search.loading import ClassFacts
     from meshwright.rewrite.search.ruleset import Guided
 
 

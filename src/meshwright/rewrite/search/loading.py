@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.rewrite.egraph import EGraph
-from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN_DTYPE, TermNode
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN_DTYPE, TermNode, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
-    from meshwright.rewrite.terms import Terms
 
 _GIVEN = ("parameter", "buffer", "constant")
 

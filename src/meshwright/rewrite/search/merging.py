@@ -10,17 +10,15 @@ be computed together with it, and starts a chain of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshwright.rewrite.expressions import Call, Name
-from meshwright.rewrite.matching import Match, bind, build, node_of
+from meshwright.rewrite.matching import Directed, Match, bind, build, node_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
-    from typing import Any
 
     from meshwright.rewrite.egraph import EGraph
-    from meshwright.rewrite.matching import Directed
     from meshwright.rewrite.terms import TermNode
 
 # Operators that joins add or remove.

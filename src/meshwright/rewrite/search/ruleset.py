@@ -13,17 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.rewrite.expressions import Call, Name
-from meshwright.rewrite.matching import directions
-from meshwright.rewrite.rulebook import shipped_rule_book
+from meshwright.rewrite.expressions import Call, Expression, Name
+from meshwright.rewrite.matching import Directed, directions
+from meshwright.rewrite.rulebook import BookRule, shipped_rule_book
 from meshwright.rewrite.search.merging import joins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meshwright.rewrite.expressions import Expression
-    from meshwright.rewrite.matching import Directed
-    from meshwright.rewrite.rulebook import BookRule
 
 # What must be preserved of NaN and infinity: everything; whether a number is finite; nothing.
 SpecialNumbers = Literal["same", "kept", "ignored"]

@@ -38,7 +38,6 @@ class Strategies:
     """``pairs`` (K, 2) of choices, ``seconds`` (3, K) by `TERMS`, ``memory_bytes`` (K,), for all ops it stands for."""
 
     group: OpGroup
-    weight: int
     pairs: Integers
     seconds: Floats
     memory_bytes: Floats
@@ -100,7 +99,6 @@ class MeshGraph(NamedTuple):
         at = pairs[:, 0], pairs[:, 1]
         return Strategies(
             group=group,
-            weight=weight,
             pairs=pairs,
             seconds=weight * seconds[:, *at],
             memory_bytes=weight * memory[at],

@@ -7,9 +7,10 @@ A proposal takes a layer at random and gives it
     with 1/4   a random candidate, on any distinct devices in any order (the paper's)
     with 1/4   the degrees and devices of a layer that it shares an edge with, if it can be split so
 
-and is drawn again if the layer has this configuration already: such a proposal changes nothing and is not counted. It is
-accepted if the step does not become longer; otherwise with probability exp(-beta (new - old)). The random number that
-decides is drawn first: with ``cut``, the simulation ends as soon as it is certain that the proposal is rejected.
+and is drawn again if the layer has this configuration already: such a proposal changes nothing and is not counted. It
+is accepted if the step does not become longer; otherwise with probability exp(-beta (new - old)). The random number
+that decides is drawn first: with ``cut``, the simulation ends as soon as it is certain that the proposal is
+rejected.
 """
 
 from __future__ import annotations

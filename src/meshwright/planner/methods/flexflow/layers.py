@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.planner.placing.op_tasks import find_tasks
 from meshwright.program.sharding.axis_facts import AxisGraph
 from meshwright.program.sharding.dims import OpDims, OpSplit, find_label
-from meshwright.program.sharding.op_signatures import OpSignature, one
+from meshwright.program.sharding.op_signatures import Dims, OpSignature, Shape, one
 from meshwright.program.sharding.placement_table import operator_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from meshwright.program.sharding.op_signatures import Dims, Shape
     from meshwright.spec import Graph, Op
 
 Kind = Literal["sample", "attribute", "parameter"]

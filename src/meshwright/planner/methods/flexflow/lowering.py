@@ -9,18 +9,15 @@ needs them. A layer that is not split keeps its ops as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.cost.traits import operator_name
 from meshwright.planner.methods.flexflow.layers import SoapLayer, find_layers, sums_of
 from meshwright.program.sharding.local_graphs import local_attributes
 from meshwright.spec import Extent, Graph, Layer, Op, PlanError, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Roles of tensors that a rank keeps between steps.
 HELD_ROLES = ("parameter", "buffer", "constant")
@@ -67,7 +64,6 @@ class SplitGraph:
 
     graph: Graph
     batch_size: int
-    layers: tuple[SoapLayer, ...]
     parts: tuple[tuple[Part, ...], ...]
     sums: str | None
 
@@ -110,7 +106,7 @@ def split_graph(graph: Graph, batch_size: int, degrees: Sequence[Sequence[int]])
         made = graph.ops[layer.ops[0]].outputs if len(layer.ops) == 1 else ()
         if not whole and made and not any(made[0] in dim.places for dim in layer.dims):
             sums = sums_of(graph, graph.ops[layer.ops[0]])
-    return SplitGraph(graph=graph, batch_size=batch_size, layers=tuple(layers), parts=tuple(parts), sums=sums)
+    return SplitGraph(graph=graph, batch_size=batch_size, parts=tuple(parts), sums=sums)
 
 
 class _Facts:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from meshwright.planner.methods.flexflow.lowering import PART_NAME
 from meshwright.planner.placing.op_tasks import find_tasks
 from meshwright.planner.placing.placement_search import cut_stages, order_tasks
-from meshwright.spec import Placement
+from meshwright.spec import Graph, Placement
 
 if TYPE_CHECKING:
     from meshwright.planner.methods.flexflow.soap_result import SoapResult
-    from meshwright.spec import Graph
 
 
 def place_strategy(result: SoapResult, graph: Graph) -> Placement:

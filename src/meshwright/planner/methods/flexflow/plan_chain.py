@@ -26,7 +26,7 @@ import numpy as np
 
 from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.methods.flexflow.temperature import adjust, calibrate
-from meshwright.planner.search_method import Proposal
+from meshwright.planner.search_method import Proposal, SearchState, Steps
 from meshwright.spec import MeshwrightError, Plan, StagePlan, check_plan
 from meshwright.spec.schedules import BASIC_SCHEDULES
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from meshwright.planner.evaluate import RankedPlan
     from meshwright.planner.problem import Problem
-    from meshwright.planner.search_method import SearchState, Steps
 from meshwright.planner.space import Space
 
 MOST_PLANS = 400

@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.planner.methods.flexflow.chain import ACCEPTED, CUT, SIMULATED, WORSE, WORSE_ACCEPTED
 from meshwright.planner.methods.flexflow.configure import configure_all
 from meshwright.planner.methods.flexflow.full import simulate_all
-from meshwright.planner.methods.flexflow.soap_arrays import HELD, TIME, empty_schedule, empty_strategy
+from meshwright.planner.methods.flexflow.soap_arrays import HELD, TIME, Integers, empty_schedule, empty_strategy
 from meshwright.spec import DocumentError, format_bytes, format_seconds
 from meshwright.spec.plan_files import STRATEGY
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -18,7 +18,6 @@ from meshwright.spec.units import PICOSECONDS_PER_SECOND
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.planner.methods.flexflow.soap_arrays import Integers
     from meshwright.planner.methods.flexflow.soap_chains import StrategyArrays
     from meshwright.planner.methods.flexflow.soap_spaces import SoapSpace
 

@@ -12,20 +12,30 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshwright.cost.optimizers import state_bytes
-from meshwright.planner.methods.flexflow.layers import find_layers
+from meshwright.planner.methods.flexflow.layers import SoapDim, SoapLayer, find_layers
 from meshwright.planner.methods.flexflow.lowering import HELD_ROLES
-from meshwright.planner.methods.flexflow.soap_arrays import Soap
+from meshwright.planner.methods.flexflow.soap_arrays import Floats, Integers, Soap
 from meshwright.simulator.routes import hop_links
-from meshwright.spec import DTYPE_BYTES, FLOAT_DTYPES, Extent, Graph, Layer, Op, PlanError, Tensor, to_picoseconds
+from meshwright.spec import (
+    DTYPE_BYTES,
+    FLOAT_DTYPES,
+    Cluster,
+    DeviceKind,
+    Extent,
+    Graph,
+    Layer,
+    Op,
+    PlanError,
+    Tensor,
+    Workload,
+    to_picoseconds,
+)
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from meshwright.cost import CostModel
-    from meshwright.planner.methods.flexflow.layers import SoapDim, SoapLayer
-    from meshwright.planner.methods.flexflow.soap_arrays import Floats, Integers
-    from meshwright.spec import Cluster, DeviceKind, Workload
 
 
 class LayerTable(NamedTuple):

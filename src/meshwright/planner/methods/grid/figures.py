@@ -7,7 +7,7 @@ of bytes are lower bounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,16 +25,23 @@ from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, as_kept_least, find_structure, sent_to_several, weigh_alone
 from meshwright.program import lower_graph, own_workload, parameter_groups
 from meshwright.simulator.stage_costs import weights_shares
-from meshwright.spec import DeviceKind, GradientExchange, Graph, Sharding, computed_again, read_recompute, slice_graph
+from meshwright.spec import (
+    DeviceKind,
+    GradientExchange,
+    Graph,
+    Sharding,
+    StageSlice,
+    Workload,
+    computed_again,
+    read_recompute,
+    slice_graph,
+)
 from meshwright.spec.memory import GRADIENTS, SENT
 from meshwright.spec.recompute import is_by_stage, words_of
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from meshwright.cost import CostModel
-    from meshwright.spec import StageSlice, Workload
 
 
 class Moment(NamedTuple):

@@ -8,11 +8,10 @@ and raises the bounds of that sheet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +40,6 @@ from meshwright.planner.step_bounds import ROUNDING
 from meshwright.program import own_workload
 from meshwright.spec import MeshwrightError, Sharding
 from meshwright.spec.recompute import is_alike, words_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 # For configurations about to be simulated, this adds to the bound of `cover` what a backward needs at its start: the

@@ -33,7 +33,6 @@ class Profile:
     """
 
     names: tuple[str, ...]
-    descriptions: tuple[str, ...]
     seconds: Floats
     activation_bytes: Floats
     parameter_bytes: Floats
@@ -83,7 +82,6 @@ def parse_profile(text: str, *, source: str) -> Profile:
     kept = [lines[name] for name in order]
     return Profile(
         names=tuple(order),
-        descriptions=tuple(layer.what for layer in kept),
         seconds=np.array([(layer.forward_ms + layer.backward_ms) / 1e3 for layer in kept]),
         activation_bytes=np.array([layer.activation_bytes for layer in kept]),
         parameter_bytes=np.array([layer.parameter_bytes for layer in kept]),
@@ -119,7 +117,6 @@ def make_profile(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKin
     names = tuple(layer.name for layer in graph.layers)
     return Profile(
         names=names,
-        descriptions=names,
         seconds=np.array([each[ops].sum() for ops in own]),
         activation_bytes=activations,
         parameter_bytes=parameters,

@@ -49,7 +49,7 @@ from meshwright.planner.methods.unequal.mapping import (
     find_groups,
     solve_mapping,
 )
-from meshwright.planner.rank_layouts import Layout, Places, memory_limit
+from meshwright.planner.rank_layouts import Places, memory_limit
 from meshwright.planner.space import Space
 from meshwright.spec import Cluster, Plan, PlanError, StagePlan, format_seconds
 from meshwright.spec.exchange import WAVES
@@ -190,7 +190,6 @@ def make_mapping_problem(
     given = make_problem(
         tables,
         Places(
-            layout=Layout(name="stage-major", num_ranks=1),
             kind_sets=tuple((kind,) for kind in kinds),
             links=devices.links,
             kind_of=nowhere,

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, IN_PLACE, converts
+from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, IN_PLACE, Converter, Found, converts
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.fx.aten_in.declaration import Converter, Found
     from meshwright.rewrite.fx.reading import Reader
 
 

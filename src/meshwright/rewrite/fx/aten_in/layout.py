@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshwright.rewrite.fx.aten_in.declaration import converts
+from meshwright.rewrite.fx.aten_in.declaration import Found, converts
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.fx.aten_in.declaration import Found
     from meshwright.rewrite.fx.reading import Reader
 
 

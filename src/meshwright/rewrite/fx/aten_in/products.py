@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, as_tuple, converts
+from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, Converter, Found, as_tuple, converts
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.fx.aten_in.declaration import Converter, Found
     from meshwright.rewrite.fx.reading import Reader
 
 

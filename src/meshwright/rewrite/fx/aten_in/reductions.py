@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, as_tuple, converts
+from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, Converter, Found, as_tuple, converts
 
 if TYPE_CHECKING:
-    from meshwright.rewrite.fx.aten_in.declaration import Converter, Found
     from meshwright.rewrite.fx.reading import Reader
 
 
