@@ -10,7 +10,7 @@ import codecs
 import io
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -19,18 +19,6 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.text import Text
-
-from meshwright.spec import format_seconds
-
-
-def shown_row(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return these figures of a row, with "> 200 ms" for a latency known only to exceed that."""
-    shown = {}
-    for name in names:
-        over = row.get(f"{name.removesuffix('_s')}_over_s")
-        shown[name] = f"> {format_seconds(over)}" if over is not None else row.get(name)
-    return shown
-
 
 _HANDLER = "meshwright-plain"
 

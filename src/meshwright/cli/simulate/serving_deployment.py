@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from meshwright.cli.json_output import name_schema, print_json
-from meshwright.cli.output import note, print_tables, shown_row
+from meshwright.cli.output import note, print_tables
 from meshwright.cli.simulate.scenario_output import put_sweep
 from meshwright.spec import (
     Deployment,
@@ -24,6 +24,7 @@ from meshwright.spec import (
     Trunk,
     format_count,
     format_percent,
+    format_seconds,
     read_deployment,
     read_document,
     read_regular,
@@ -120,7 +121,7 @@ def _print_placed(
     print_tables(
         sentences[0],
         make_table([row | {"models": _shorten(row["models"])} for row in groups]),
-        make_table([shown_row(row, shown) for row in served]),
+        make_table([_shown_row(row, shown) for row in served]),
         *sentences[1:],
         *((Text(f"deployment written to {request.out}"),) if request.out is not None else ()),
     )
@@ -369,10 +370,10 @@ def _print_result(
         f"({format_percent(total['in_time_share'], 2)}), devices busy {format_percent(total['busy_share'])}.",
         *_scaled_sentence(deployment, result),
         *((f"Devices loaded {result.num_loads} models.",) if result.num_loads is not None else ()),
-        make_table([shown_row(row, shown) for row in models]),
+        make_table([_shown_row(row, shown) for row in models]),
         *describe_joint(joint),
         _bound_sentence(deployment, _bounds(deployment, request)),
-        *((make_table([shown_row(row, compared) for row in rows]),) if rows else ()),
+        *((make_table([_shown_row(row, compared) for row in rows]),) if rows else ()),
     )
 
 
@@ -422,7 +423,7 @@ def _print_goodput(deployment: Deployment, policies: Sequence[str], request: Sim
     _put(
         {"staggered_scale": bounds["staggered_scale"], "policies": rows},
         request,
-        make_table([shown_row(row, shown) for row in rows]),
+        make_table([_shown_row(row, shown) for row in rows]),
         _bound_sentence(deployment, bounds),
     )
 
@@ -476,3 +477,12 @@ def _bound_sentence(deployment: Deployment, bounds: dict[str, float | None]) -> 
         f"Upper bound for these {devices}: {staggered:.3f} times these rates if their batches are staggered, "
         f"{uncoordinated:.3f} times if they are not coordinated."
     )
+
+
+def _shown_row(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return these figures of a row, with "> 200 ms" for a latency known only to exceed that."""
+    shown = {}
+    for name in names:
+        over = row.get(f"{name.removesuffix('_s')}_over_s")
+        shown[name] = f"> {format_seconds(over)}" if over is not None else row.get(name)
+    return shown
