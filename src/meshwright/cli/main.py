@@ -47,7 +47,7 @@ VERBS = {
     ),
     "show": (
         "meshwright.cli.show:show",
-        "Show what a document says: in tables, as JSON, or on a page to play with.",
+        "Show the contents of a document: in tables, as JSON, or on a page to play with.",
     ),
     "doctor": (
         "meshwright.cli.doctor:doctor",
