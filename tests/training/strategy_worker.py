@@ -44,7 +44,6 @@ def draw(name: str, *, splits: bool, seed: int = 0) -> SoapResult:
         history=(),
         starts={},
         tally=(0, 0, 0, 0, 0),
-        num_followed=0,
         seed=seed,
         wall_s=0.0,
     )
