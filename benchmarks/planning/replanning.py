@@ -7,9 +7,9 @@ from harness import make_row
 from planning.portfolio import SPLIT
 
 from meshwright.cost import CostModel
+from meshwright.cost.without import without_devices
 from meshwright.planner import Choices, Limits, Problem, replan, search_plans
 from meshwright.simulator.scenarios import apply_scenario
-from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from meshwright.spec.scenario import Scenario, SlowLink
 from meshwright.spec.selectors import Links

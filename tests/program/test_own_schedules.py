@@ -215,7 +215,7 @@ WRONG = {
     "asks for itself": (
         "from meshwright.program import max_in_flight; yield max_in_flight(plan, stage)",
         ScheduleError,
-        "which would never end. Ask num_active",
+        "that would never end. Ask num_active",
     ),
 }
 

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program import SCHEDULES, build_program, compute_orders, max_in_flight, picture_schedule
+from meshwright.program.schedules.asynchronous import _RULES
+from meshwright.program.schedules.seats import ORDER_WRITERS
 from meshwright.spec import Opcode, PlanError
-from meshwright.spec.schedules import NAMED_SCHEDULES
+from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES, NAMED_SCHEDULES
 from tests.marks import examples
 from tests.program.check import check_program
 from tests.program.layouts import LAYOUTS, plan_of
@@ -139,6 +141,12 @@ def test_a_rank_keeps_what_the_table_of_schedules_says(p, m):
         assert [int(np.cumsum(each).max()) for each in steps] == counts, schedule
     busy = 3 * m
     assert _slots("looped-bfs", p, m) == 2 * busy + (p - 1) * 3
+
+
+def test_every_row_has_its_function():
+    """A name without a row would be found by nobody, and a row without orders fails when a plan has it."""
+    assert ORDER_WRITERS.keys() == SCHEDULES.keys()
+    assert set(_RULES) == set(ASYNCHRONOUS_SCHEDULES)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

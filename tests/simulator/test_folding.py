@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 import meshwright.simulator.plan_simulation as simulate
 from meshwright.cost import CostModel
-from meshwright.program import with_schedule
+from meshwright.program import SCHEDULES, with_schedule
 from meshwright.simulator import explain_step, simulate_plan
 from meshwright.simulator.pipeline_alike import find_fold
 from meshwright.spec import GradientExchange, Opcode, PlanError, load_cluster, load_shipped_graph
+from meshwright.spec.schedules import layout_of
 from tests.graphs import chain_graph, even_bounds
 from tests.graphs import make_plan as chain_plan
 from tests.marks import examples
+from tests.program.layouts import plan_of
 from tests.simulator.plans import FixedCost, small_cluster
 from tests.simulator.replicas import cases, grid, make_plan, with_kinds
 
@@ -43,6 +45,14 @@ def assert_same(found, whole):
 def test_folded_is_unfolded(case, contention):
     plan, graph, cluster, options = case
     assert_same(*simulate_both(plan, graph, cluster, contention=contention, **options))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_named_schedule_folds_exactly_or_not_at_all(schedule):
+    plan, graph = plan_of(schedule, 2, 16, num_replicas=1 if layout_of(schedule) == "bidirectional" else 2)
+    found, whole = simulate_both(plan, graph, small_cluster(2, 2, num_nics=2))
+    assert_same(found, whole)
+    assert (found.fold is None) == (layout_of(schedule) == "bidirectional")
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""``meshwright compare``: predicted and measured compared."""
+"""``meshwright compare``: compare a predicted timeline with a measured one."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ def measure(
     repeats: Annotated[
         int | None,
         typer.Option(
-            help="Repetitions, of which the middle ones count. By default 10, with --batches 100 (about a minute).",
+            help="Repetitions: a time is the mean of their middle half; with --batches the median, p90 and p99. By "
+            "default 10, with --batches 100 (about a minute).",
             min=1,
         ),
     ] = None,

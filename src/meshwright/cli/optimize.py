@@ -50,8 +50,8 @@ def optimize_model(
     special: Annotated[
         Literal["same", "kept", "ignored"],
         typer.Option(
-            help="Which NaN and infinity the result must preserve. same: exactly the same values; kept: non-finite "
-            "values in the same places; ignored: no guarantee."
+            help="Which NaN and infinity the result must preserve. same: NaN stays NaN, infinity stays infinity; kept: "
+            "not finite in the same places, NaN for infinity allowed; ignored: no guarantee."
         ),
     ] = "kept",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads that torch computes with.")] = 1,

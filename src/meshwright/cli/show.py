@@ -242,7 +242,7 @@ def show(
         bool,
         typer.Option(
             "--open",
-            help="Open the page of --play or --html in the browser; without both, a temporary page is written.",
+            help="Open the page of --play or --html in the browser; without either, a temporary page is written.",
         ),
     ] = False,
 ) -> None:

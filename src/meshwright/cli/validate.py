@@ -99,7 +99,7 @@ def validate(
         ),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the data sets and score nothing.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Score only a part of each data set that takes long.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Of data sets that take long, score only a part.")] = False,
     steps: Annotated[
         bool,
         typer.Option(

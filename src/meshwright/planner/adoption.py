@@ -13,6 +13,7 @@ possible. A stage's time is that of a microbatch's forward and backward on the f
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from meshwright.planner.rank_layouts import slice_evenly
@@ -84,7 +85,10 @@ def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph
     if len(ranks) > len(graph.layers):
         raise _impossible(changed.schedule, f"the graph has {len(graph.layers)} layers", f"at least {len(ranks)}")
     costs = cost.estimate_ops(graph, plan.microbatch_size, cost.cluster.device_kind(0))
-    bounds = slice_evenly(costs.layers_s(graph).tolist(), len(ranks))
+    # Differences of one running sum: layers that are equal differ by rounding, which spreads them over the stages.
+    # Exact ties would crowd them into the last ones.
+    ends = [0.0, *accumulate(costs.microbatch_s().tolist())]
+    bounds = slice_evenly([ends[layer.stop] - ends[layer.start] for layer in graph.layers], len(ranks))
     stages = (StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, ranks, strict=True))
     return replace(changed, stages=tuple(stages))
 

@@ -51,6 +51,10 @@ from meshwright.spec.recompute import is_by_stage
 DEFAULT_METHOD = "auto"
 
 
+class _UnlikeRequestError(PlanError):
+    """A proposed plan that differs from the request; says in what, but not which plan."""
+
+
 def search_plans(problem: Problem, method: str | Method = DEFAULT_METHOD, limits: Limits | None = None) -> Plans:
     """Return the best plans of a problem, faster ones first and equally fast ones by memory.
 
@@ -115,7 +119,10 @@ def _raise_nothing_found(log: _Log, method: str, stopped: str, *, is_exact: bool
             f"{format_seconds(latency_s)}. Allow smaller microbatches, split ops over devices, or allow more time."
         )
     if state.refused and not state.rejected:
-        raise state.refused[0][1]
+        plan, error = state.refused[0]
+        if isinstance(error, _UnlikeRequestError):
+            raise PlanError(f"The method {method} proposes no plan as requested. The first, {plan.describe()}: {error}")
+        raise error
     if stopped or state.is_over:
         raise PlanError(
             f"No plan that fits was found before {stopped or 'the deadline'} ended the search. Give it more time."
@@ -205,7 +212,7 @@ class _Log:
             return self._known[plan]
         try:
             if proposal.counts and (objection := self.problem.objection(plan)):
-                raise PlanError(f"The proposed plan differs from the request in its {objection}.")
+                raise _UnlikeRequestError(f"The proposed plan differs from the request in its {objection}.")
             # Closed forms exist for named schedules only.
             item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s, only_fitting=True)
             if self.problem.max_latency_s is not None and item.fits:

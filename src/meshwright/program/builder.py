@@ -60,7 +60,7 @@ class Sorted(NamedTuple):
 
 
 def make_rows(count: int, **columns: ArrayLike) -> InstructionRows:
-    """Return columns of the right types; a single value is used for all instructions, or forms."""
+    """Return instruction columns of the right types; a scalar is repeated for all rows."""
     # There may be more forms than instructions.
     count = max(count, *(np.size(column) for column in columns.values()))
     made: list[NDArray[Any]] = [

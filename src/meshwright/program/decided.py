@@ -43,7 +43,7 @@ def read_answer(answer: Any) -> tuple[Any, Decision]:
             raise ProgramError(f"The {name} of a decision are {_show(items)}; expected a tuple of `{kind.__name__}`.")
     for timer in decision.timers:
         if not all(isinstance(value, int) and value <= _MOST_WIDE for value in (timer.at_ps, timer.number)):
-            raise ProgramError(f"{timer} was set; expected whole numbers up to 2^63 - 2, and times in ps.")
+            raise ProgramError(f"{timer} was set; its time (ps) and number must be whole numbers of at most 2^63 - 2.")
     for issue in decision.issues:
         _check_issue(issue)
     return state, decision

@@ -182,9 +182,9 @@ def append_host_steps(
     plan: Plan,
     graph: Graph,
 ) -> None:
-    """Append the updates of a step on the host, after the exchange ``done``; for a fold, pass its whole plan.
+    """Append the updates of a step on the host, after the exchange ``done``.
 
-    That plan determines how replicas shard gradients and states.
+    ``plan``: the whole plan, also for a fold; it determines how replicas shard gradients and states.
     """
     rows = _join(_unsummed(builder, computations, done, pieces, plan), _summed(done, plan, graph))
     last = computations.handle[computations.offsets[1:] - 1][rows.rank]

@@ -1,10 +1,10 @@
 """Find a short order of computations for given stage times, within a memory limit on every rank (`find_orders`).
 
 The model: stage s takes F, I and W for a forward, the part of a backward for inputs and that for weights. A forward
-needs those of all stages that feed its own, a backward those of all that its own feeds (`Plan.feeds`); a transfer to
-another rank takes C forwards and G backwards, without contention. A microbatch holds K bytes of a stage from the start
-of its forward to the end of its part for weights. The length of a step is the time from the first start to the last end
-on any rank.
+waits for the forwards of the stages that feed its own, a backward for the backwards of those that its own feeds
+(`Plan.feeds`); a transfer to another rank takes C forwards and G backwards, without contention. A microbatch holds K
+bytes of a stage from the start of its forward to the end of its part for weights. The length of a step is the time from
+the first start to the last end on any rank.
 
     greedy     a list scheduler (`write_greedily`), run for a grid of choices: how far ahead (in round trips, or up to
                all memory), what goes first, which gaps are filled

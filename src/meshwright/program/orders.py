@@ -69,7 +69,7 @@ def named_orders(plan: Plan) -> RankOrders:
 def _read_orders(plan: Plan, schedule: OwnSchedule) -> tuple[Order, ...]:
     if isinstance(threading.current_thread(), _ScheduleThread):
         raise ScheduleError(
-            f"{plan.schedule} asked for the order of a user's schedule while it makes one, which would never end. "
+            f"{plan.schedule} asked for orders while it makes its own; that would never end. "
             "Ask num_active(plan, stage) for the number of microbatches that 1F1B keeps."
         )
     limit_s = TIME_LIMIT_S + TIME_LIMIT_PER_INSTRUCTION_S * 2 * plan.num_microbatches * len(plan.stages)

@@ -321,7 +321,7 @@ class Crossings(NamedTuple):
 
 
 def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
-    """Return what is sent after each stage's forwards and backwards, and what these must have received."""
+    """Return the messages between stages: sent after each forward and backward, and awaited before it."""
     graph = as_computed(graph, plan.workload.numbers)
     size, float_bytes = plan.microbatch_size, plan.workload.float_bytes
     if isinstance(plan, Plan):

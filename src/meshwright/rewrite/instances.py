@@ -117,7 +117,7 @@ class Instance:
 
     def _supposed_tuples(self, sign: str, left: Any, right: Any) -> bool | None:
         if not isinstance(left, tuple) or not isinstance(right, tuple) or sign not in ("==", "!="):
-            raise RewriteError(f"A condition compares {left} {sign} {right}; tuples are == or != tuples.")
+            raise RewriteError(f"A condition compares {left} {sign} {right}; tuples can only be compared by == or !=.")
         if len(left) != len(right) or sign == "!=":
             pairs = [Polynomial.of(one) - other for one, other in zip(left, right, strict=False)]
             known = [pair.constant for pair in pairs]

@@ -296,7 +296,7 @@ class ShardedBucket(BucketBuffer):
 
 
 class ShardedBuckets(BucketExchange):
-    """The buckets of a rank that updates its part of each."""
+    """Buckets of which this rank updates only its shard."""
 
     def __init__(self, buckets: Sequence[ShardedBucket], parts: Parts) -> None:
         super().__init__(buckets, parts)

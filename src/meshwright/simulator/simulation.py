@@ -97,8 +97,8 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
 
 
 # `program.count_host_needs` counts the bytes of each rank, here as for a real run. All devices of a node share its host
-# and drives. Where ranks are tensor-parallel groups, the bytes are those of one device of each group, and the node's
-# limits are the share of these devices (`spec.teams`).
+# and drives. Where ranks are teams, the bytes are those of one device of each team, and the node's limits are
+# the share of these devices (`spec.teams`).
 def node_memory(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> tuple[NodeMemory, ...]:
     """Return the memory that a plan uses on the host and drives of each node; empty if all is on devices."""
     if isinstance(plan, Placement) or plan.offload == ON_DEVICE:

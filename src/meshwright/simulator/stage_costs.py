@@ -80,7 +80,7 @@ class StageCosts:
 
 
 class StepIssue(NamedTuple):
-    """Seconds of the measured host for an optimizer's step, and for a pass of copies over the stage's weights."""
+    """Host time to issue an optimizer step, and to issue one pass of copies over the stage's weights, in seconds."""
 
     optimizer_s: float
     copy_s: float

@@ -1,4 +1,4 @@
-"""Functions in a user's own files (`load_function`): ``path/to/file.py:function`` is located, run like a script, read.
+"""Functions in a user's own files: how ``path/to/file.py:function`` is found, run and read (`load_function`).
 
 A file's folder is importable while it is loaded and called (`Folder`). Any exception becomes one paragraph with its own
 message and line. The caller says what the function should return and which error class reports a fault. Paths are those

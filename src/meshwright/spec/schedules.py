@@ -1,6 +1,7 @@
 """The named schedules: one row for each, with the facts that the planner, the simulator and the playground ask for.
 
-A new one is a row here and a function in `program.schedules` that writes its orders (`writes_orders`).
+A new one is a row here and a function in `program.schedules` that writes its orders (`writes_orders`), or, if it is
+asynchronous, its rules in `program.schedules.asynchronous`. Planner and simulator then bound and fold it by this row.
 """
 
 from __future__ import annotations

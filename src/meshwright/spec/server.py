@@ -47,7 +47,9 @@ class Server:
     def __post_init__(self) -> None:
         what = "A server"
         if not self.host.strip():
-            raise ServingError("A server's host is empty; expected an address; 0.0.0.0 means all of this machine's.")
+            raise ServingError(
+                "A server's host is empty; expected an address; 0.0.0.0 stands for all addresses of this machine."
+            )
         for name in ("port", "grpc_port", "admin_port"):
             _check(what, **{name: (0, getattr(self, name), 65_535)})
         _check(what, fronts=(1, self.fronts, MOST_FRONTS), connections=(1, self.connections, 10**6))

@@ -116,9 +116,7 @@ class Sharding:
     def __post_init__(self) -> None:
         for axis in AXES:
             if self.size(axis) < 1:
-                raise PlanError(
-                    f"The {axis} axis has size {self.size(axis)}; expected at least 1, which does not split."
-                )
+                raise PlanError(f"The {axis} axis has size {self.size(axis)}; expected at least 1 (1: not split).")
         if self.sequence_parallel and self.tensor == 1:
             raise PlanError(
                 "Sequence parallelism splits tokens over the tensor axis, which has size 1; expected tensor > 1. "

@@ -208,8 +208,8 @@ def check_layout(shape: TransformerShape, setup: TrainingSetup) -> None:
     num_experts = shape.experts.num_experts if shape.experts else 1
     if num_experts % setup.ep:
         raise TransformerError(
-            f"{num_experts if shape.experts else 'No'} experts cannot be divided among ep = {setup.ep} devices; "
-            "expected a divisor of their number, or 1 for a model without experts. Choose such an ep."
+            f"The model has {num_experts if shape.experts else 'no'} experts, and ep = {setup.ep}; expected a divisor "
+            "of their number, or 1 for a model without experts. Choose such an ep."
         )
 
 

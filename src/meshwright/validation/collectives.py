@@ -12,8 +12,8 @@ models, which `fit_datasheet_errors` and `fit_shipped` fit.
 
 `fit_collectives` sees the training rows alone; no number in it is tuned on others. The choice of its form is different:
 NCCL's sources, groups inside one node of the V100s and groups of 4 of vTrain's tables (training rows here) settled most
-of how the transfer goes, but three choices came after a look at scores of rows that are scored: trees where no ring
-closes, the geometric mean of the two groups beside, and one line for all series of a layout
+of how the transfer goes, but three choices were made after a look at scores of scored rows: trees where no ring closes,
+the geometric mean of the two neighbouring groups, and one line for all series of a layout
 (docs/concepts/collectives.md). Scores that these reach say so.
 
 Baselines, fitted on the same rows by least squares of relative errors with terms that are not negative: the line

@@ -30,7 +30,7 @@ _HEAD = """# Published runs
 figure, and what the command predicts.
 
 - **Nothing is fitted to these rows.** The commands are planned as on the command line, with the costs that ship:
-  tables of kernels and of collectives, datasheets, and measurements of our own of ops on one H100
+  tables of kernels and of collectives, datasheets, and our own measurements of ops on one H100
   ([cost](concepts/cost.md)).
 - **Runs were chosen by how well known they are, before they were predicted.** None was dropped for its error. Two
   details of shape files were set after a first look, because the software has them: the padded vocabulary of llm.c
@@ -105,7 +105,7 @@ def published_page(runs: PublishedRuns, compared: Sequence[Compared]) -> str:
         "`examples/published/…` are run in a checkout, where these shape files are; each says where its sizes come "
         "from. They need torch, which captures the model (`pip install 'meshwright[torch]'`).\n"
         + "".join(map(run_section, compared))
-        + f"\n## Left out\n\nRuns that people know and that no command says today:\n\n{unsaid}"
+        + f"\n## Left out\n\nWell-known runs without a row:\n\n{unsaid}"
     )
 
 

@@ -228,7 +228,7 @@ class RunSet:
 
 
 _HOST = "how slowly the host issues is fitted on other rows of the same runs (calibration)"
-_TITAN = "these runs are compiled, the predictions are not; rows without microbatches get one per stage"
+_TITAN = "these runs are compiled and the predictions are not; rows without microbatches get one per stage"
 _SIMUMAX = "the rows leave schedule and recompute empty"
 _PLANS = "under-specified: how Alpa's search split convolutions over its devices; assumed: all of them split the batch"
 _ZERO = "under-specified: the source does not say which DeepSpeed version ran, and which gathers overlapped with what"

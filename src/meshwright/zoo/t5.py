@@ -76,7 +76,7 @@ class T5Shape:
 
 
 class T5(nn.Module):
-    """Both stacks; their embedding is one, and the head's weight, too."""
+    """Encoder and decoder; one embedding matrix serves both and the output head."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
 """Collectives: traffic and steps of algorithms, best rings and trees on a graph of links, and topologies of nodes.
 
-`port_share` and `count_steps` give the bytes through the busiest port for each byte of the full tensor, and the steps.
-The full tensor is the input of an all-reduce, the output of an all-gather, the input of a reduce-scatter, and the
-tensors of all ranks of an all-to-all together. n ranks on N nodes, r = n/N of them on each, G groups through each NIC,
-L rings or trees over the links of a node at once (1 where each device has one port to a switch):
+`port_share` gives the bytes through the busiest port for each byte of the full tensor; `count_steps` those steps of the
+table that rings take. The full tensor is the input of an all-reduce, the output of an all-gather, the input of a
+reduce-scatter, and the tensors of all ranks of an all-to-all together. n ranks on N nodes, r = n/N of them on each, G
+groups through each NIC, L rings or trees over the links of a node at once (1 where each device has one port to a
+switch):
 
                     inside a node                        through a NIC                    steps
     all-reduce      ring  2(n-1)/(n·L)                   ring  G·2(n-1)/n                 2(n-1)

@@ -1,7 +1,7 @@
 """`fuse_unit`: the kernels of ops compiled together; `kept_values`: the values kept for the backward, not recomputed.
 
-The choice is a minimum cut of the bytes kept. Values that only the backward makes are on one side. Each other value is
-cut at the cost of its bytes, more the farther it is from the backward, and twice if it would not be stored anyway. What
+The choice is a minimum cut of the bytes kept. Values that only the backward makes are on one side. To cut another
+value costs its bytes, weighted by its distance from the backward, and doubled if it would not be stored anyway. What
 inductor does not compute twice is never on the backward's side: products, reductions, what the backward stores, and
 what is read on both sides of such values (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
 """

@@ -160,7 +160,7 @@ _OF_FIRST = frozenset({"scatter", "adding"})
 
 
 class Maker:
-    """A growing list of values, made by the rules of one op and pass after the other."""
+    """Collects a unit's values: applies the rules of each op, forward or backward, and appends the results."""
 
     def __init__(self) -> None:
         self.values: list[FusedValue] = []

@@ -3,7 +3,8 @@
 alignment     tensor cores of 2-byte types load 16 bytes at a time. If a row of a factor or of the result is not a
               multiple of that, cuBLAS uses older kernels, whose rate per multiprocessor and cycle is limited by their
               loads: twice as wide loads, twice the rate. The rate depends on which of the two is odd
-float32       without tensor cores, not among the rows of the predictor: one factor, another for many products at once
+float32       without tensor cores, not among the rows of the predictor: a fitted factor for single products, another
+              for batched ones
 convolutions  estimated as implicit GEMMs, times a factor by the number of places of an image, for point and for window
               kernels: cuDNN computes with channels last, and reorders tensors with channels first except for point
               kernels with aligned rows of places (multiples of 8)

@@ -149,7 +149,7 @@ class RankMemory:
         if nvme_bandwidth_bytes_per_s is None:
             raise PlanError(
                 "States are on NVMe, but its bandwidth was not given; expected bytes per second. Take them from the "
-                "drive's datasheet, for reading and writing in turn."
+                "drive's datasheet, the rate when reads and writes alternate."
             )
         return seconds + self.nvme_moved_bytes / nvme_bandwidth_bytes_per_s
 

@@ -34,7 +34,7 @@ class SharedUnit(NamedTuple):
 
 
 class SharedUnits(NamedTuple):
-    """The root unit, which has all other parameters, and the units in the order of their ops.
+    """FSDP units of a stage in the order of their ops; the root unit has the parameters outside all of them.
 
     ``stay_gathered``: units are never resharded (ZeRO 2).
     """

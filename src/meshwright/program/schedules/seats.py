@@ -82,6 +82,7 @@ def writes_orders(name: str) -> Callable[[NamedSchedule], NamedSchedule]:
     """Register a function as the orders of a schedule, which has a row in `spec.schedules.NAMED_SCHEDULES`."""
 
     def register(function: NamedSchedule) -> NamedSchedule:
+        assert name not in ORDER_WRITERS, f"two functions for {name}"
         ORDER_WRITERS[name] = function
         return function
 

@@ -220,7 +220,7 @@
     makeTable() {
       const names = [...new Set(this.rows.flatMap(({ parts }) => Object.keys(parts)))];
       return table(this.rows.map(({ rank, peak_bytes, limit_bytes, parts }) => ({
-        rank, peak_bytes, limit_bytes, "most of it": biggest(parts) || null, ...Object.fromEntries(names.map((name) => [`${name}_bytes`, parts[name] || 0])) })),
+        rank, peak_bytes, limit_bytes, "largest part": biggest(parts) || null, ...Object.fromEntries(names.map((name) => [`${name}_bytes`, parts[name] || 0])) })),
       { caption: "Peak memory by owner" });
     }
 

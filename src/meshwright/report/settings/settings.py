@@ -159,7 +159,7 @@ def refuse_offload(plan: Plan, system: str, knows: str) -> None:
 
 
 def find_again(plan: Plan, graph: Graph | None) -> RecomputeSplit:
-    """Return the name of the plan's recompute in its graph: attention, op, whole layers, or other ops.
+    """Return what the plan recomputes in its graph: attention, ops, whole layers, or other ops.
 
     Raises PlanError if the plan recomputes and no graph is given.
     """

@@ -3,8 +3,8 @@
 A rule of two outputs fits any two of n operators; all pairs, and pairs of their results, are too many. So operators
 that share an operand are taken in one order, and each is joined to the result of those before it: the chain 1, 1+2,
 1+2+3 and so on. All members of the chain stay in the e-graph, and each operator is a slice of each member that
-contains it; slices of slices would repeat the same many times. An operator that needs the result of a member cannot
-be computed together with it, and starts a chain of its own.
+contains it. There are no slices of slices, which would be duplicates. An operator that needs the result of a member
+cannot be computed together with it, and starts a chain of its own.
 """
 
 from __future__ import annotations

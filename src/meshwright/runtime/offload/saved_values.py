@@ -105,7 +105,7 @@ class SavedLayers:
     # --------------------------------------------------------------------------------
 
     def begin(self, works: Sequence[HostWork]) -> None:
-        """Start a section with these copies."""
+        """Start a section of the program whose copies are ``works``."""
         self._works = defaultdict(lambda: ({}, {}))
         for work in works:
             instruction = work.item.instruction

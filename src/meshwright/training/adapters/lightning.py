@@ -154,11 +154,11 @@ class PlannedStrategy(Strategy):
         _refuse_evaluation("validate")
 
     def test_step(self, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Raises RunError."""
+        """Not supported: always raises RunError."""
         _refuse_evaluation("test")
 
     def predict_step(self, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Raises RunError."""
+        """Not supported: always raises RunError."""
         _refuse_evaluation("predict")
 
     def model_to_device(self) -> None:

@@ -160,7 +160,10 @@ def _placement(wanted: _Wanted, index: int) -> OpPlacement:
         return OpPlacement(op=op.name, output_dim=output[0])
     if output is None and given is not None and given[1] == 1:
         return OpPlacement(op=op.name, input_dim=given[0])
-    raise PlanError(f"Op {op.name!r} is split along {split}, which no dim of its first tensors names.")
+    raise PlanError(
+        f"Op {op.name!r} is split along {split}, but no dim of its first input or output has that label. This is a "
+        "defect; please report it."
+    )
 
 
 def _layout(facts: AxisGraph, place: Place) -> Layout:

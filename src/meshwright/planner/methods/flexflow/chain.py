@@ -195,7 +195,6 @@ def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps
         if step > chain.step_ps[0]:
             rises_ps[count], count = step - chain.step_ps[0], count + 1
         configure(soap, strategy, layer, before, now)
-    simulate_all(soap, strategy, schedule)
     return count
 
 

@@ -57,7 +57,7 @@ class Moment(NamedTuple):
 
 
 class Moments:
-    """Memory needs of the backwards of single layers, each found once by a walk through the layer alone.
+    """Peak memory that the backward of each layer adds, found once for each distinct layer by a walk through it alone.
 
     ``graph_with`` returns the graph with some recompute words. ``stands_for`` has the layer of that graph for each
     layer of the model, shape (L,). ``activations_away``: what layers keep is in host memory between forward and

@@ -5,9 +5,9 @@ For one threshold θ (`fill_tables`, compiled), the program finds the least sum 
     sums[i, d] = min over ends j and replicas r of  t + x + sums[j, d - r]        layers i.. on the last d ranks
 
 over stages i:j with r replicas that fit into memory and whose bottleneck is at most θ (terms: `solve_slicing`). Two
-relaxed tables keep it small: the `fewest` replicas with which a stage i:j could work on any ranks, and from it the
-fewest ranks that the layers before i, and from i on, need. A state that leaves too few ranks to either side is never
-visited.
+relaxed tables keep it small. One has the `fewest` replicas with which a stage i:j could work on any ranks. From it
+follow the fewest ranks that the layers before i need, and those that the layers from i on need. A state that leaves too
+few ranks to either side is never visited.
 """
 
 from __future__ import annotations
