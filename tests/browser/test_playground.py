@@ -368,7 +368,7 @@ def test_a_link_to_other_stages_does_not_take_the_cuts_of_the_start(browser, ser
     assert page.errors() == []
 
 
-@pytest.mark.parametrize(("query", "wrong"), [("bogus=1", "no control"), ("stages=2&stages=3", "twice")])
+@pytest.mark.parametrize(("query", "wrong"), [("bogus=1", "is not a control"), ("stages=2&stages=3", "twice")])
 def test_a_link_with_a_wrong_name_says_so(page, query, wrong):
     page.open(f"?{query}")
     assert wrong in page.find("message").text

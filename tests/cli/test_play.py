@@ -105,7 +105,7 @@ def test_ctrl_c_ends_it_and_the_browser_is_opened_or_named(tmp_path):
         (["--play", "nothing.json"], "nothing.json"),
         (["--play", "--json"], "--play shows a page of its own"),
         (["--play", "--cluster", "4xA100", "--collectives"], "--play shows a page of its own"),
-        (["--play", "--schedule"], "this starts with none"),
+        (["--play", "--schedule"], "there is no such schedule here"),
         (["--play", "gpt-tiny", "--precision", "mixed"], "go with --cluster of --play"),
         (["--play", "gpt-tiny", "--cluster", "4xA1000"], "A1000"),
         (["--port", "80", "3xcpu"], "--port belongs to the page of --play"),

@@ -307,7 +307,7 @@ def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
         (("--goodput", "--out", "x.csv"), "Choose a name that ends in .json"),
         (("--sweep", "devices=1,2", "--out", "x.json"), "choose a name that ends in .csv"),
         (("--sweep", "devices=1,2", "--plot", "x.png"), "choose a name that ends in .svg"),
-        (("--sweep", "devices=1,2", "--figure", "p98_s"), "--figure 'p98_s' is no column"),
+        (("--sweep", "devices=1,2", "--figure", "p98_s"), "--figure 'p98_s' is not a column"),
         (("--sweep", "devices=1,2", "--goodput"), "--goodput is searched for"),
         (("--sweep", "devices=1,2", "--capacity", "--against", "eager"), "--capacity is searched for"),
         (("--sweep", "devices=1,2", "--against", "eager"), "Leave --against out"),

@@ -111,7 +111,7 @@ def test_a_pinned_state_comes_with_the_answer(server):
 
 
 @pytest.mark.parametrize(
-    ("pinned", "wrong"), [("stages=-3", "stages = '-3'"), ("garbage", "link"), ("a=1", "no control")]
+    ("pinned", "wrong"), [("stages=-3", "stages = '-3'"), ("garbage", "link"), ("a=1", "is not a control")]
 )
 def test_a_pinned_link_that_cannot_be_read_leaves_the_answer_as_it_is(server, pinned, wrong):
     data = json.loads(ask(server, "POST", "/answer", question(pinned=pinned))[2])

@@ -74,7 +74,7 @@ def test_a_placement_is_along_one_dim():
         ("gpt-tiny", {"context": 5}, "none of tokens_BT"),
         ("resnet-tiny", {"context": 2}, "has no attention"),
         ("gpt-tiny", {"expert": 2}, "no batched product with a matrix per expert"),
-        ("mixtral-tiny", {"expert": 3}, "'blocks.0.experts' has 4 experts; expected a number that it divides"),
+        ("mixtral-tiny", {"expert": 3}, "'blocks.0.experts' has 4 experts; expected a divisor of 4"),
         ("mixtral-tiny", {"expert": 8}, "'blocks.0.experts' has fewer experts than ranks: 4"),
         ("gpt-tiny", {"tensor": 2, "placements": (OpPlacement(op="blocks.0.mpl"),)}, "did you mean 'blocks.0.mlp"),
         (

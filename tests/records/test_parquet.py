@@ -42,7 +42,7 @@ def changed(path, change, **metadata):
         (lambda t: t.append_column("op", t.column("op")), "a column twice"),
         (lambda t: t.set_column(0, t.field(0).name, pa.array([1, 2, 3])), "not strings"),
         (lambda t: t.set_column(10, "seconds", pa.array(["a", "b", "c"])), "not float64"),
-        (lambda t: t.set_column(10, "seconds", pa.array([1.0, None, 3.0])), r"no number \(rows 1\)"),
+        (lambda t: t.set_column(10, "seconds", pa.array([1.0, None, 3.0])), r"not a number \(rows 1\)"),
         (
             lambda t: t.set_column(10, "seconds", pa.array([[1.0], [2.0], [3.0]])),
             "holds list<.*expected strings or numbers",

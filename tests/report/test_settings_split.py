@@ -80,14 +80,14 @@ SAID = {
             "parallelism.data_parallel_replicate_degree": 1,
             "parallelism.data_parallel_shard_degree": 8,
         },
-        "deepspeed": "experts out under ZeRO 3",
+        "deepspeed": "expert parallelism under ZeRO 3",
         "accelerate": "Plan without --expert",
     },
     "experts in a pipeline": {
         "plan": experts_of(STAGES, expert=2),
         "megatron": {"--expert-model-parallel-size": 2, "--pipeline-model-parallel-size": 2},
         "torchtitan": {"parallelism.expert_parallel_degree": 2, "parallelism.pipeline_parallel_degree": 2},
-        "deepspeed": "experts out in a pipeline",
+        "deepspeed": "expert parallelism in a pipeline",
         "accelerate": "Plan without --expert",
     },
     "experts and split products": {
@@ -100,7 +100,7 @@ SAID = {
     "ZeRO 1": {
         "plan": split_of(WIDE, zero=1),
         "megatron": {"--use-distributed-optimizer": True, "--ddp-bucket-size": 13107200},
-        "torchtitan": "shares gradients, too. Plan with --zero 2",
+        "torchtitan": "also shards gradients. Plan with --zero 2",
         "deepspeed": {
             "zero_optimization.stage": 1,
             "zero_optimization.reduce_bucket_size": 13107200,
@@ -158,7 +158,7 @@ SAID = {
             "--use-precision-aware-optimizer": True,
             "--overlap-cpu-optimizer-d2h-h2d": True,
         },
-        "torchtitan": "shares gradients, too. Plan with --zero 2",
+        "torchtitan": "also shards gradients. Plan with --zero 2",
         "deepspeed": {"zero_optimization.stage": 1, "zero_optimization.offload_optimizer.device": "cpu"},
         "accelerate": "keeps parameters and optimizer states on the host together",
     },
@@ -190,7 +190,7 @@ SAID = {
     "activations on the host": {
         "plan": replace(split_of(WIDE, zero=1), offload=Offload(activations="host")),
         "megatron": {"--cpu-offloading-num-layers": 31, "--use-distributed-optimizer": True},
-        "torchtitan": "shares gradients, too. Plan with --zero 2",
+        "torchtitan": "also shards gradients. Plan with --zero 2",
         "deepspeed": "keeps inputs of recomputed blocks there",
         "accelerate": "has no setting for activations on the host",
     },
@@ -326,8 +326,8 @@ def test_what_stands_in_the_script_is_to_be_filled_in(system, plan, words):
     [
         ("megatron", split_of(WIDE, tensor=2, sequence_parallel=True), "keeps them split and gathers them again"),
         ("torchtitan", split_of(WIDE, tensor=2, sequence_parallel=True, regather=True), "torchtitan keeps them whole"),
-        ("megatron", split_of(WIDE, zero=1, context=2), "Megatron-LM shares them among the ranks of this axis"),
-        ("accelerate", split_of(WIDE, zero=2, context=2), "accelerate shares them among the ranks of this axis"),
+        ("megatron", split_of(WIDE, zero=1, context=2), "Megatron-LM shards them among the ranks of this axis"),
+        ("accelerate", split_of(WIDE, zero=2, context=2), "accelerate shards them among the ranks of this axis"),
         ("torchtitan", split_of(WIDE, context=2), "always shards them by FSDP2 there"),
         ("torchtitan", split_of(WIDE, context=2), "torchtitan gathers them"),
         ("torchtitan", experts_of(WIDE, expert=2), "shards it by FSDP2 among them"),

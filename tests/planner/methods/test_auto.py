@@ -137,7 +137,7 @@ def test_ten_thousand_devices():
         search(graph, cluster, 8, method="auto")
     plans = search(graph, cluster, 10_000, method="auto", max_plans=1, microbatch_sizes=(1,), num_stages=1)
     assert plans.best.plan.num_devices == 10_000
-    with pytest.raises(PlanError, match="up to 4,096 of them"):
+    with pytest.raises(PlanError, match="up to 4,096 ranks"):
         search(graph, cluster, 10_000, microbatch_sizes=(1,))
 
 

@@ -267,7 +267,7 @@ NODE = "node{} -- {} -- forward_compute_time=1.0, backward_compute_time=1.0, act
     [
         (NODE.format(1, "Input0"), DocumentError, "only input layers"),
         (NODE.format(1, "A") + "\n\tnode1 -- node7", DocumentError, "'node7'"),
-        (NODE.format(1, "A") + "\n\tnode1 node1", DocumentError, "no line"),
+        (NODE.format(1, "A") + "\n\tnode1 node1", DocumentError, "is not a line"),
         (
             "\n".join([NODE.format(1, "A"), NODE.format(2, "B"), "\tnode1 -- node2", "\tnode2 -- node1"]),
             PlanError,
