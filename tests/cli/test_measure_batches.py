@@ -112,7 +112,11 @@ def test_sizes_that_do_not_fit_are_named(run, monkeypatch):
         (["gpt-tiny", "--batches", "1", "--calibrate"], 2, "--calibrate and --batches exclude each other"),
         (["gpt-tiny", "--batches", "1", "--links"], 2, "--links and --batches exclude each other"),
         (["gpt-tiny", "--batches", "1", "--force"], 2, "--force belongs to --cluster"),
-        (["gpt-tiny", "--batches", "1", "--device", "tpu"], 1, "Device 'tpu' was given to time batches on; torch sees cpu"),
+        (
+            ["gpt-tiny", "--batches", "1", "--device", "tpu"],
+            1,
+            "Device 'tpu' was given to time batches on; torch sees cpu",
+        ),
         (["gpt-tiny", "--batches", "1", "--device", "cpu", "--repeats", "2"], 1, "needs at least 3"),
         (["gpt-tiny", "--batches", "1", "--device", "cpu", "--image-size", "8"], 1, "has no image size"),
         (["gtp-tiny", "--batches", "1", "--device", "cpu"], 1, "did you mean 'gpt-tiny'?"),

@@ -59,7 +59,7 @@ def test_a_case_that_cannot_be_has_its_reason():
         (["models.1.slo=1"], "'1' stands where a number from 0 to 0"),
         (["models.0.name.x=1"], "has no parts"),
         (["policy=eagre"], "did you mean 'eager'"),
-        (["models.0.slo=1 ms"], "no request can be met"),
+        (["models.0.slo=1 ms"], "no request can meet it"),
     ],
 )
 def test_parameters_of_which_no_value_can_be(texts, words):

@@ -95,7 +95,7 @@ def test_values_are_read_as_in_documents():
         ("plan.num_microbatch=4", "unknown key 'num_microbatch' .did you mean 'num_microbatches'"),
         ("plan.num_microbatches=many", "num_microbatches: expected int, found 'many'"),
         ("plan.exchange.buckets=1", "unknown key 'buckets'"),
-        ("slow-devise.factor=2", "of no effect of the scenario .did you mean 'slow-device'"),
+        ("slow-devise.factor=2", "names no effect of the scenario .did you mean 'slow-device'"),
         ("slow-device.facto=2", "unknown key 'facto' .did you mean 'factor'"),
         ("slow-device.factor=0", "slow-device: factor is 0"),
         ("slow-link.factor=2", "could be of 2 effects; say which: slow-link.1.factor"),

@@ -68,7 +68,7 @@ def test_a_document_is_read(tmp_path):
         ("devices = 2", 'devices = 2\npolicy = "eager"\nslack = "2 min"', "slack is 120; expected 0 to 60"),
         ("devices = 2", "devices = 2\njitter = 3.0", "jitter is 3; expected 0 to 2"),
         ("devices = 2", "devices = 2\ndealy = 3", "unknown key 'dealy' .did you mean 'delay'"),
-        ('"25 ms"', '"5 ms"', "no request can be met"),
+        ('"25 ms"', '"5 ms"', "no request can meet it"),
         ('"25 ms"', '"25 km"', r"models\[0\].slo"),
         ('"25 ms"', "-1", "slo"),
         ('"25 ms"', '"0 s"', "slo is 0"),
