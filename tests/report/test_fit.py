@@ -9,7 +9,7 @@ from rich.console import Console
 from meshwright.cost.memory import MemoryLimit
 from meshwright.planner import NothingFitsError
 from meshwright.report import fit_table
-from meshwright.report.curve_pictures import verdict
+from meshwright.report.fit_table import verdict
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from tests.planner.searching import search_plans

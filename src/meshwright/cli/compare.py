@@ -10,7 +10,7 @@ import typer
 from meshwright.cli.json_output import print_document
 from meshwright.cli.model_arguments import JsonOption
 from meshwright.cli.output import print_tables
-from meshwright.cli.record_tables import TraceRanksOption, traced_ranks
+from meshwright.cli.trace_options import TraceRanksOption, traced_ranks
 from meshwright.cli.written_pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.spec import Timeline, encode_document, read_document, write_document
 

@@ -16,8 +16,8 @@ from meshwright.cli.measure_more import calibration_tables
 from meshwright.cli.model_arguments import CompiledOption, JsonOption, MeasurementsOption, graph_of_plan
 from meshwright.cli.output import note, print_tables, terminal_sink
 from meshwright.cli.planning import given_options, make_cost_model, recall_measurements, repeat_options
-from meshwright.cli.record_tables import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.cli.simulate.simulate_request import PlanArgument
+from meshwright.cli.trace_options import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec import (
     ClusterError,
     DocumentError,

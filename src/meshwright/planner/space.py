@@ -1,14 +1,11 @@
-"""A problem under one setting (`Space`); combinations of axis sizes (`list_shardings`); a search over thresholds."""
+"""A problem under one setting (`Space`), and the combinations of axis sizes (`list_shardings`)."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from meshwright.cost import CostModel
 from meshwright.cost.autocast import as_computed
@@ -64,70 +61,6 @@ def list_shardings(
             Sharding(tensor=each[0], context=each[1], expert=each[2], sequence_parallel=apart, placements=kept)
         )
     return tuple(found)
-
-
-# Relative tolerance of solution costs, which are sums of some hundred doubles.
-_RELATIVE_TOLERANCE = 1e-12
-
-
-class SumAndBottleneck(Protocol):
-    """A solution: its cost and the two terms of the cost."""
-
-    @property
-    def seconds(self) -> float:
-        """``sum_s + bottleneck_s``."""
-
-    @property
-    def sum_s(self) -> float:
-        """The term that the dynamic program minimises."""
-
-    @property
-    def bottleneck_s(self) -> float:
-        """The term that stays within the threshold."""
-
-
-Found = TypeVar("Found", bound=SumAndBottleneck)
-
-
-# Minimise a sum plus a bottleneck, given the least sum for every threshold on the bottleneck. For a threshold θ, a
-# dynamic program yields the solution with the least sum whose parts all stay within θ, and the next value above θ at
-# which anything could change. The best θ is found by bisecting the range of θ and dropping every part whose bound (its
-# lowest θ plus the least sum at its highest θ) is not below the best solution found: exact, with few dynamic programs.
-# Source: Zheng et al., "Alpa" (OSDI 2022), section 5.2, which tries all values of the bottleneck.
-def minimise_over_thresholds(
-    solve: Callable[[float], tuple[Found | None, float]], cutoff_s: float = np.inf
-) -> Found | None:
-    """Return the cheapest solution; None if there is no solution below ``cutoff_s``.
-
-    "Below" is strict: a cutoff of 0 s excludes every solution, also one that takes 0 s. ``solve`` takes a threshold,
-    and returns the solution with the least sum within it (None if there is no such solution) and a value above the
-    threshold below which nothing changes.
-    """
-    best: Found | None = None
-    # Parts of the range of θ still to search: (bound, lowest θ, highest θ, least sum at the highest θ).
-    parts: list[tuple[float, float, float, float]] = []
-
-    def consider(theta: float, lowest: float) -> float:
-        """Run one dynamic program; return the lowest θ above ``theta`` that could matter."""
-        nonlocal best
-        found, above = solve(theta)
-        if found is not None:
-            if found.seconds < (best.seconds if best else cutoff_s):
-                best = found
-            if lowest < found.bottleneck_s:
-                heapq.heappush(parts, (lowest + found.sum_s, lowest, found.bottleneck_s, found.sum_s))
-        return above
-
-    consider(cutoff_s, 0.0)
-    while parts:
-        bound, lowest, highest, least_sum = heapq.heappop(parts)
-        target = best.seconds if best else cutoff_s
-        if bound >= target * (1 - _RELATIVE_TOLERANCE):
-            break
-        above = consider(min(lowest + (highest - lowest) / 2, target - least_sum), lowest)
-        if above < highest:
-            heapq.heappush(parts, (above + least_sum, above, highest, least_sum))
-    return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

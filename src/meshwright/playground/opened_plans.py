@@ -10,7 +10,7 @@ from typing import get_args
 
 from meshwright.planner.rank_layouts import LayoutName
 from meshwright.playground.controls import AS_PLANNED, OFFLOAD_NAMES, Controls
-from meshwright.playground.page_layout import briefly, deal_of, deal_out, offload_of
+from meshwright.playground.page_layout import briefly, deal_out, offload_of
 from meshwright.spec import (
     GradientExchange,
     Graph,
@@ -23,6 +23,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.codec import dump_json
 from meshwright.spec.own_code import source_hash
+from meshwright.spec.schedules import layout_of
 from meshwright.spec.sharding import UNSHARDED
 
 _MIB = 2**20
@@ -111,7 +112,7 @@ def _shorten(text: str, limit: int = 200) -> str:
 
 def _layout_of(plan: Plan) -> tuple[str, int, tuple[int, ...]]:
     """The layout that a plan's stages are in, stages per rank (0 if it does not matter), replicas of its positions."""
-    deal, count = deal_of(plan.schedule), len(plan.stages)
+    deal, count = layout_of(plan.schedule), len(plan.stages)
     positions = list(dict.fromkeys(stage.ranks for stage in plan.stages))
     size = count if deal in ("single", "bidirectional") else len(positions)
     replicas = tuple(len(stage.ranks) for stage in plan.stages)

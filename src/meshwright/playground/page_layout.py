@@ -127,7 +127,7 @@ def make_plan(
         )
     else:
         name = cast("LayoutName", state.layout)
-        stages = deal_out(name, deal_of(schedule), bounds, replicas)
+        stages = deal_out(name, layout_of(schedule), bounds, replicas)
     again = again_of(state, graph, given)
     plan = Plan(
         model=state.model,
@@ -209,11 +209,6 @@ def offload_of(state: Controls) -> Offload:
     return ON_DEVICE if state.offload == "none" else read_offload((state.offload,))
 
 
-def deal_of(schedule: str) -> str:
-    """Return the name of the rule by which a schedule assigns stages to positions."""
-    return layout_of(schedule)
-
-
 def deal_out(
     name: LayoutName, deal: str, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]
 ) -> tuple[StagePlan, ...]:
@@ -236,7 +231,7 @@ def deal_out(
 
 def _replicas_of(state: Controls, num_devices: int) -> tuple[int, ...]:
     """Replicas of each position, as the controls set them. Raises PlanError for impossible numbers."""
-    deal, count = deal_of(state.schedule), state.num_stages
+    deal, count = layout_of(state.schedule), state.num_stages
     size = count
     if deal != "single":
         chunks = {"in turn": state.num_chunks, "v": 2}.get(deal, 1)
@@ -292,7 +287,7 @@ def _fewer(state: Controls, num_devices: int) -> str:
 
 
 def _positions(state: Controls) -> range:
-    chunks = {"in turn": state.num_chunks, "v": 2}.get(deal_of(state.schedule), 1)
+    chunks = {"in turn": state.num_chunks, "v": 2}.get(layout_of(state.schedule), 1)
     return range(max(1, state.num_stages // chunks))
 
 

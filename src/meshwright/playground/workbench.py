@@ -41,7 +41,7 @@ from meshwright.playground.page_layout import (
 )
 from meshwright.program import lower_graph
 from meshwright.simulator import Simulation, Teams, form_teams, simulate_plan
-from meshwright.spec import Cluster, DeviceKind, Graph, Plan, PlaygroundError, suggest
+from meshwright.spec import Cluster, Graph, Plan, PlaygroundError, suggest
 
 T = TypeVar("T")
 
@@ -220,7 +220,8 @@ class Workbench:
 
         def weigh() -> NDArray[np.float64]:
             local = graph if sharding.is_whole and not again.ranges else lower_graph(graph, sharding, *again)
-            return layer_seconds(local, state.microbatch_size, kind, self._cost(plain, base).for_teams(sharding))
+            cost = self._cost(plain, base).for_teams(sharding)
+            return cost.estimate_ops(local, state.microbatch_size, kind).layers_s(local, first=True)
 
         seconds = self._keep("seconds", key, weigh)
         count = state.num_stages
@@ -257,11 +258,6 @@ class Workbench:
 
 # Sums of the same layers in another order differ by rounding; θ* must not exclude the slicing that attains it.
 _TOLERANCE = 1e-9
-
-
-def layer_seconds(graph: Graph, microbatch_size: int, kind: DeviceKind, cost: CostModel) -> NDArray[np.float64]:
-    """Return seconds of forward and backward of one microbatch, per layer."""
-    return cost.estimate_ops(graph, microbatch_size, kind).layers_s(graph, first=True)
 
 
 def balanced_cuts(seconds: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:

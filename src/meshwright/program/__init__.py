@@ -5,7 +5,7 @@ sharding    the local graph of one rank where ops are split over several ranks, 
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
             `order_files` from a file in torch's format, `order_search` by a search
 program     `build_program` adds transfers (`stage_transfers`), inputs, gradient reduction and updates
-            (`gradient_exchange`, of `buckets`, in the order of `rank_rules`; `host_offload` on the host);
+            (`gradient_exchange`, of `buckets`, in the order of `part_order`; `host_offload` on the host);
             `endless_program` does it for asynchronous schedules, `placed_program` for placements, `pipeline_folding`
             for one of many identical replicas
 at run time `controllers` decide what to add while a program runs, within the rules of `issuing`; `decided` records
@@ -30,6 +30,7 @@ from meshwright.program.order_files import OrderFile, WrittenOrders, write_order
 from meshwright.program.order_search import FoundOrders, StageTimes, find_orders
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
+from meshwright.program.part_order import ReadyPart, order_parts
 from meshwright.program.pipeline_folding import Fold, folded_buckets
 from meshwright.program.placed_program import PLACED, build_placed_program, trained_stages
 from meshwright.program.plan_lowering import (
@@ -41,7 +42,6 @@ from meshwright.program.plan_lowering import (
     unlower_plan,
 )
 from meshwright.program.program_check import picture_schedule
-from meshwright.program.rank_rules import ReadyPart, order_parts
 from meshwright.program.schedules import (
     SCHEDULES,
     local_microbatches,

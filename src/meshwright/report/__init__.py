@@ -20,7 +20,8 @@ from meshwright.report.comparison import (
     timeline_rows,
 )
 from meshwright.report.critical_path_text import explanation_rows, explanation_table
-from meshwright.report.curve_pictures import draw_curves, fit_table
+from meshwright.report.curve_pictures import draw_curves
+from meshwright.report.fit_table import fit_table
 from meshwright.report.issue_order import StreamOrder
 from meshwright.report.perfetto import check_ranks, write_trace
 from meshwright.report.plan_tables import (

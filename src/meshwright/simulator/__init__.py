@@ -15,10 +15,10 @@ bounds a step and what would shorten it.
 
 from meshwright.simulator.controlled import ControlledRun, EstimateIssue, simulate_controlled
 from meshwright.simulator.critical_path import SHORTER, Bound, Lever, StepExplanation, explain_program, explain_step
-from meshwright.simulator.deadlock import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange, stage_times
 from meshwright.simulator.many import simulate_plans
+from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.plan_simulation import DETAILS, Detail, simulate_plan
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, bare_costs
 from meshwright.simulator.program_estimate import estimate_program

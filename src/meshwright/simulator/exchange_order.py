@@ -2,7 +2,7 @@
 
 The order is found on the virtual clock of the estimated program. All forwards of a step come before its backwards, so
 the times at which parts are ready follow from the backwards alone. One simulated step gives them, and the sequence
-found for it holds for every step. The policy (`program.rank_rules`, or a user's function) receives these times; its
+found for it holds for every step. The policy (`program.part_order`, or a user's function) receives these times; its
 answer becomes data of the plan (``exchange.sequence``), and simulator and runtime both read the program made from it.
 """
 

@@ -148,7 +148,11 @@ def scheduled(**given):
     """Make a test of a scenario (client, folder) beside a scheduler for such a `deployment`."""
 
     def make_test(scenario):
-        return lambda tmp_path: run_with(tmp_path, deployment(**given), lambda client: scenario(client, tmp_path))
+        def test(tmp_path):
+            run_with(tmp_path, deployment(**given), lambda client: scenario(client, tmp_path))
+
+        test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
+        return test
 
     return make_test
 

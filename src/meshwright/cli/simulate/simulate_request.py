@@ -12,10 +12,10 @@ import typer
 
 from meshwright.cli.exchanges import ExchangeOption
 from meshwright.cli.model_arguments import CompiledOption, JsonOption, MeasurementsOption, SoftwareOption
-from meshwright.cli.record_tables import TraceOption, TraceRanksOption
 from meshwright.cli.requests import CommandRequest, Of
 from meshwright.cli.schedules import FindOrdersOption, VirtualStagesOption, WholeOption
 from meshwright.cli.simulate.serving_deployment import is_deployment
+from meshwright.cli.trace_options import TraceOption, TraceRanksOption
 from meshwright.cli.written_pages import HtmlOption, OpenOption
 from meshwright.spec import DocumentError, Placement, Plan
 from meshwright.spec.plan_files import read_plan

@@ -4,7 +4,7 @@ Each chain has an equal part of the budget. Half of it goes to the starts (`STAR
 of its own (`temperature`); the other half continues from the best of them. After every hundredth of the budget, 1 to
 1,000 proposals, a chain returns to the best strategy since its start, as FlexFlow's does. Chains run in parallel on the
 cores of the machine, each with random numbers of its own and independent of the others; so the same seed and number of
-proposals give the same result on any machine. With a time limit instead, they simulate as many proposals as they can.
+proposals give the same result on any machine. With a time limit, the number of proposals depends on the machine.
 """
 
 from __future__ import annotations

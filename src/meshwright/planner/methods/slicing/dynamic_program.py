@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from meshwright.compiled import compiled
 from meshwright.cost.memory.ledger import fullest
 from meshwright.planner.exchange_search import sum_in_buckets
-from meshwright.planner.space import minimise_over_thresholds
+from meshwright.planner.thresholds import minimise_over_thresholds
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -319,7 +319,7 @@ class Slicing:
 # a) / r)) (1F1B), or counted from a schedule of the user's own.
 #
 # The method. For a threshold θ on the second term, the least sum over slicings whose stages all stay within θ is a
-# small dynamic program (`fill_tables`); the best θ is found by `space.minimise_over_thresholds`.
+# small dynamic program (`fill_tables`); the best θ is found by `thresholds.minimise_over_thresholds`.
 #
 # Sources: Zheng et al., "Alpa" (OSDI 2022), section 5.2 (enumeration of the bottleneck); Narayanan et al., "PipeDream"
 # (SOSP 2019), section 3.1 (replicated stages).

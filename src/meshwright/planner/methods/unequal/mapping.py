@@ -17,7 +17,7 @@ own memory; with 1F1B min(m_d, 1 + ceil(b m_d / M)) of them are in flight, b the
 
 The method. `slicing` keeps devices in one order and asks how many each stage takes. Here the state is the layers and
 devices that are left of each class, and the group before as far as it determines the link over which values come. All
-orders of the devices are covered, for every threshold on the second term (`space.minimise_over_thresholds`). With
+orders of the devices are covered, for every threshold on the second term (`thresholds.minimise_over_thresholds`). With
 counts n_k of K classes there are Π (n_k + 1) states instead of Π n_k! orders.
 
 Sources: Zheng et al., "Alpa" (OSDI 2022), section 5.2 (enumeration of the bottleneck); Park et al., "HetPipe" (ATC
@@ -40,7 +40,7 @@ from meshwright.compiled import compiled
 from meshwright.cost.memory.ledger import fullest
 from meshwright.planner.exchange_search import sum_in_buckets
 from meshwright.planner.methods.unequal.batch_shares import share_out
-from meshwright.planner.space import minimise_over_thresholds
+from meshwright.planner.thresholds import minimise_over_thresholds
 from meshwright.spec import Cluster, PlanError
 
 Floats = NDArray[np.float64]
