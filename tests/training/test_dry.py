@@ -143,7 +143,7 @@ def test_a_difference_is_told(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("meshwright.training.dry.gradient_buckets", lambda *_: ())
     job = job_of(tmp_path, "gpt-tiny", ((0, 1),))
-    with pytest.raises(RunError, match="Process 0 issues 1 times, 0 were predicted; at place 0: Call"):
+    with pytest.raises(RunError, match=r"Process 0 issues 1 times, 0 were predicted; at place 0: Communication\("):
         dry_run(job, 0)
 
 
