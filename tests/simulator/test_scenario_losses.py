@@ -101,6 +101,16 @@ def test_a_slow_time_interrupts_nothing():
     assert times.computing_s > 1000 * STEP_S
 
 
+def test_a_slow_link_for_a_while_takes_its_steps_longer():
+    links = Links("between nodes")
+    slow = SlowLink(links=links, factor=100.0, since=Seconds(50 * STEP_S), until=Seconds(90 * STEP_S))
+    times = run_of(slow)
+    always = simulate_scenario(PLAN, GRAPH, COST, Scenario(effects=(SlowLink(links=links, factor=100.0),)))
+    slow_steps = 40 * STEP_S / always.simulation.step_time_s
+    assert slow_steps < 39
+    assert times.computing_s == pytest.approx((1000 - slow_steps + 40) * STEP_S, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("effect", "words"),
     [(lost(until=None), "it has no end"), (lost(then="replan"), "no planner is available to replan")],

@@ -297,6 +297,15 @@ def test_a_slow_time_is_a_time():
     assert factors == [1, 2, 2, 1]
 
 
+def test_a_slow_link_has_a_time_too():
+    cluster = fast_cluster("2x2xA100")
+    usual = cluster.nodes[0].nic.bandwidth_bytes_per_s
+    effect = SlowLink(links=Links("of node 1"), factor=4.0, since=Seconds(10), until=Seconds(20))
+    changed = [change_machines(cluster, scenario(effect), at)[0] for at in (0, 10, 19.9, 20)]
+    assert [found.nodes[1].nic.bandwidth_bytes_per_s / usual for found in changed] == [1, 0.25, 0.25, 1]
+    assert scenario(effect).moments() == [0, 10, 20]
+
+
 def test_random_choices_follow_from_the_seed_and_place():
     cluster = fast_cluster("8xA100")
     chosen = lambda seed: np.flatnonzero(

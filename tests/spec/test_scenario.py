@@ -44,7 +44,11 @@ EFFECTS: st.SearchStrategy[Effect] = st.one_of(
     st.builds(OtherDevice, devices=DEVICES, device=st.just("V100")),
     st.builds(DeviceMemory, devices=DEVICES, memory=st.floats(1, 1e15).map(Bytes)),
     st.builds(
-        SlowLink, links=LINKS, factor=st.floats(2, 10), bandwidth=st.none() | st.floats(1, 1e12).map(BytesPerSecond)
+        SlowLink,
+        links=LINKS,
+        factor=st.floats(2, 10),
+        bandwidth=st.none() | st.floats(1, 1e12).map(BytesPerSecond),
+        since=seconds,
     ),
     st.builds(NetworkCards, num_nics=st.integers(1, 8)),
     st.builds(Oversubscription, nodes_per_rack=st.integers(1, 8), ratio=st.floats(1, 8)),
@@ -131,6 +135,10 @@ def test_a_quantity_without_its_unit_is_refused(text, words):
         ),
         ('[[effects]]\nkind = "jitter"\nspread = 2.5', "jitter: spread is 2.5; expected 0 to 2"),
         ('[[effects]]\nkind = "slow-link"\nlinks = "inside nodes"', "slow-link: nothing is changed"),
+        (
+            '[[effects]]\nkind = "slow-link"\nlinks = "inside nodes"\nfactor = 2\nsince = "2 s"\nuntil = "1 s"',
+            "slow-link: until is 1 s and since is 2 s",
+        ),
         ('[[effects]]\nkind = "slow-link"\nlinks = "everywhere"', "links: 'everywhere' selects nothing"),
         (
             '[[effects]]\nkind = "slow-link"\nlinks = "inside nodes"\nbandwidth = 25',

@@ -29,8 +29,10 @@ from meshwright.spec import (
     read_document,
 )
 from meshwright.spec.plan_files import read_plan
+from meshwright.spec.scenario import load_scenarios
 
 if TYPE_CHECKING:
+    from meshwright.emulation import Emulated
     from meshwright.runtime import RepairKind
     from meshwright.training import Calibration, Job, Outcome, RunResult
 
@@ -75,6 +77,8 @@ def check_options(given: Sequence[str]) -> None:
         raise typer.BadParameter("--process chooses the process that --dry runs; give --dry, too.")
     if "--calibrate" in given and "--measurements" not in given:
         raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give it, too.")
+    if "--scenario" in given and "--emulate" not in given:
+        raise typer.BadParameter("--scenario changes an emulated cluster: give --emulate CLUSTER, too.")
     if "--checkpoint" not in given and ("--resume" in given or "--checkpoint-every" in given):
         raise typer.BadParameter("--resume and --checkpoint-every need a folder: give --checkpoint FOLDER, too.")
 
@@ -123,6 +127,20 @@ def lines_for_nodes(plan: Path, options: str) -> list[str]:
         return []
 
 
+def emulated_cluster(job: Job, reference: str, scenarios: Sequence[str] | None) -> Emulated:
+    """Return the cluster of ``--emulate`` in the scenarios of the run. Raises typer.BadParameter for GPUs."""
+    from meshwright.emulation import Emulated
+    from meshwright.runtime import choose_device
+
+    plan = job.read_plan()
+    if choose_device(plan, job.device) != "cpu":
+        raise typer.BadParameter(
+            "--emulate gives every rank a share of this machine's processors. Give --device cpu, too."
+        )
+    devices = plan.devices if isinstance(plan, Plan) else tuple(range(plan.num_ranks))
+    return Emulated(cluster=load_cluster(reference), devices=devices, scenario=load_scenarios(scenarios))
+
+
 def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
     """Return the first step to record, from 0, and the number of steps; by default the last five."""
     if given is None:
@@ -134,8 +152,8 @@ def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
     return int(first) - 1, int(last) - int(first) + 1
 
 
-def judge(job: Job, result: RunResult, measurements: Path | None) -> Outcome | None:
-    """Return the measured steps beside their prediction; None for placements."""
+def judge(job: Job, result: RunResult, measurements: Path | None, emulated: Emulated | None) -> Outcome | None:
+    """Return the measured steps beside their prediction, for an emulated run on that cluster; None for placements."""
     from meshwright.training import judge_run
 
     document = job.read_plan()
@@ -144,7 +162,15 @@ def judge(job: Job, result: RunResult, measurements: Path | None) -> Outcome | N
     timeline = read_document(Timeline, result.timeline)
     measurements = recall_measurements(document, Path(job.plan), measurements)
     try:
-        return judge_run(document, graph_of_plan(document, None), timeline, result.first_recorded, measurements)
+        return judge_run(
+            document,
+            graph_of_plan(document, None),
+            timeline,
+            result.first_recorded,
+            measurements,
+            emulated,
+            sum(result.step_seconds[: result.first_recorded - result.num_before]),
+        )
     except (ClusterError, DocumentError, MeasurementError) as error:
         note(f"No prediction to compare with: {error}")
         return None
@@ -282,6 +308,21 @@ def run(
         ),
     ] = False,
     process: Annotated[int | None, typer.Option(help="With --dry: which process; by default 0.", min=0)] = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLUSTER",
+            help="Run on the links and processors of this cluster (.toml), emulated on this host by network "
+            "namespaces and quotas. Linux, as root.",
+        ),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --emulate: slower devices or links, for good or at times of the run (.toml). May be given "
+            "several times."
+        ),
+    ] = None,
     trace: TraceOption = None,
     trace_ranks: TraceRanksOption = None,
     as_json: JsonOption = False,
@@ -336,7 +377,10 @@ def run(
     if check:
         refuse_unchecked(job)
     is_rank = started_by_torchrun()
-    if not is_rank and not here and (lines := lines_for_nodes(plan, repeat_options(call))):
+    emulated = None if emulate is None else emulated_cluster(job, emulate, scenario)
+    if emulated is not None and is_rank:
+        raise typer.BadParameter("--emulate starts all ranks on this host: start it without torchrun.")
+    if not is_rank and not here and emulated is None and (lines := lines_for_nodes(plan, repeat_options(call))):
         print_tables(*lines, "With --here all of its ranks start on this host.")
         raise typer.Exit(1)
     is_first = not is_rank or os.environ["RANK"] == "0"
@@ -344,11 +388,11 @@ def run(
         terminal_sink(as_json or not is_first) as terminal,
         watching(terminal, tensorboard if is_first else None, prometheus if is_first else None) as events,
     ):
-        result = run_rank(job, out, events) if is_rank else run_plan(job, out, events)
+        result = run_rank(job, out, events) if is_rank else run_plan(job, out, events, emulated)
         off = check_losses(job, result, events) if check and result is not None else None
     if result is not None:
         table = measurements if calibrate else None
         corrected = correct(plan, result, table) if table is not None else None
-        print_result(result, judge(job, result, measurements), corrected, table, off, trace, chosen, as_json)
+        print_result(result, judge(job, result, measurements, emulated), corrected, table, off, trace, chosen, as_json)
     if is_rank:
         leave(0)

@@ -72,7 +72,7 @@ def describe_effect(effect: Effect) -> str:
             of = "" if effect.devices.text == "all" else f" of {effect.devices.text}"
             return f"{format_bytes(effect.memory)} per device{of}"
         case SlowLink():
-            return f"links {effect.links.text} {_link_words(effect)}"
+            return f"links {effect.links.text} {_link_words(effect)}{_while(effect.since, effect.until)}"
         case NetworkCards():
             return f"{effect.num_nics} NIC{'s' if effect.num_nics > 1 else ''} per node"
         case Oversubscription():

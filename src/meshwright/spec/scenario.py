@@ -3,7 +3,7 @@
     SlowDevice       devices compute slower, for good or for a while
     OtherDevice      devices are of another kind
     DeviceMemory     devices have more or less memory
-    SlowLink         links have another bandwidth or latency
+    SlowLink         links have another bandwidth or latency, for good or for a while
     NetworkCards     nodes have more or fewer NICs, which their devices share
     Oversubscription racks whose uplinks carry less than their NICs
     Jitter           every computation or transfer takes its time times a random factor
@@ -85,16 +85,22 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowLink:
-    """Links get another bandwidth or latency, or both become ``factor`` times as slow, or several of these."""
+    """Links get another bandwidth or latency, or both become ``factor`` times as slow, or several of these.
+
+    The change holds from ``since`` to ``until`` of the run.
+    """
 
     KIND: ClassVar = "slow-link"
     links: Links
     factor: float | None = None
     bandwidth: BytesPerSecond | None = None
     latency: Seconds | None = None
+    since: Seconds = NO_TIME
+    until: Seconds | None = None
 
     def __post_init__(self) -> None:
         _check(self.KIND, factor=(1e-6, self.factor, 1e6), bandwidth=(1, self.bandwidth, 1e18))
+        _check_while(self.KIND, self.since, self.until)
         if self.factor is None and self.bandwidth is None and self.latency is None:
             raise ScenarioError(f"{self.KIND}: nothing is changed; give factor, bandwidth or latency.")
 
@@ -223,6 +229,11 @@ class Price:
         _check(self.KIND, per_hour=(0, self.per_hour, 1e9))
 
 
+def is_active(effect: SlowDevice | SlowLink | LostDevice, at_s: float) -> bool:
+    """Return whether an effect with times holds ``at_s`` seconds after the start of the run."""
+    return effect.since <= at_s and (effect.until is None or at_s < effect.until)
+
+
 Effect = (
     SlowDevice
     | OtherDevice
@@ -261,6 +272,12 @@ class Scenario:
         """Return the effects of some kinds, in order."""
         return tuple(effect for effect in self.effects if isinstance(effect, kinds))
 
+    def moments(self) -> list[float]:
+        """Return when effects begin or end, in seconds of the run, ascending; the first is 0."""
+        timed = [effect for effect in self.effects if isinstance(effect, SlowDevice | SlowLink | LostDevice)]
+        ends = [effect.until for effect in timed if effect.until is not None]
+        return sorted({0.0, *map(float, ends), *(float(effect.since) for effect in timed)})
+
     def only(self, *kinds: type[object]) -> Scenario:
         """Return the scenario with only its effects of some kinds."""
         kept = [place for place, effect in enumerate(self.effects) if isinstance(effect, kinds)]
@@ -279,8 +296,11 @@ class Scenario:
         try:
             yield
         except ScenarioError as error:
-            origin = self.origins[place] if self.origins else f"effects[{place}]"
-            raise ScenarioError(f"{origin} ({self.effects[place].KIND}).{key}: {error}") from None
+            raise ScenarioError(f"{self.origin(place)} ({self.effects[place].KIND}).{key}: {error}") from None
+
+    def origin(self, place: int) -> str:
+        """Return the file of an effect and its number there, or its number alone."""
+        return self.origins[place] if self.origins else f"effects[{place}]"
 
 
 def compose(scenarios: Sequence[Scenario]) -> Scenario:
@@ -313,6 +333,11 @@ def load_scenario(reference: str | Path) -> Scenario:
         )
     with resources.as_file(resources.files("meshwright.spec") / "scenarios" / f"{reference}.toml") as shipped:
         return _read(shipped, shipped.name)
+
+
+def load_scenarios(references: Sequence[str] | None) -> Scenario:
+    """Load all named scenarios into one, in their order."""
+    return compose([load_scenario(reference) for reference in references or ()])
 
 
 def shipped_scenarios() -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from meshwright.emulation import Emulated, Lab, open_lab
 from meshwright.measurement import is_out_of_memory
 from meshwright.program import compute_orders, num_filling_steps
 from meshwright.runtime import (
@@ -72,14 +73,22 @@ from meshwright.training.worker import StepFacts, take_cores, train_job
 _MONITOR_INTERVAL_S = 0.2
 
 
-def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> RunResult:
+def run_plan(
+    job: Job, folder: Path | str, events: EventSink | None = None, emulated: Emulated | None = None
+) -> RunResult:
     """Run a job on this host and wait for it; return what rank 0 wrote into ``folder``.
 
-    Raises RunError naming the rank that failed first, with its own error; all processes have ended by then.
+    With ``emulated``, the ranks run on that cluster's network and processor shares, built for the run
+    (`meshwright.emulation`). Raises RunError naming the rank that failed first, with its own error; all processes have
+    ended by then.
     """
     folder = Path(folder).resolve()
     plan = read_runnable_plan(job)
-    with claimed(folder, job), tempfile.TemporaryDirectory(prefix="meshwright-run-") as scratch:
+    with (
+        claimed(folder, job),
+        tempfile.TemporaryDirectory(prefix="meshwright-run-") as scratch,
+        contextlib.nullcontext() if emulated is None else open_lab(emulated, Path(scratch)) as lab,
+    ):
         _check_room(plan, job)
         write_document(job, Path(scratch) / "job.json")
         config = LaunchConfig(
@@ -96,12 +105,14 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
             # as SIGINT, a rank that is still importing would answer with a traceback.
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
         )
-        arguments = ("-m", "meshwright.training", str(Path(scratch) / "job.json"), scratch, str(os.getpid()))
+        own = ("meshwright.training", str(Path(scratch) / "job.json"), scratch, str(os.getpid()))
+        arguments = ("-m", *own) if lab is None else (*lab.arguments, *own)
+        sink = events or NullSink()
         try:
             with (
                 _hidden_devices(plan),
                 _quiet_agent(),
-                _forward_progress(Path(scratch), job.num_steps, events or NullSink()),
+                _forward_progress(Path(scratch), job.num_steps, sink if lab is None else _ClockStarter(sink, lab)),
             ):
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -112,6 +123,21 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
                 f"The run was stopped by {name}; all ranks were ended and no results were written. {_start_again(job)}"
             ) from None
         return _keep_results(Path(scratch), folder)
+
+
+class _ClockStarter:
+    """Passes events on, and starts the clock of an emulated cluster with the first step."""
+
+    def __init__(self, events: EventSink, lab: Lab) -> None:
+        self._events, self._lab = events, lab
+
+    def progress(self, task: str, done: int, total: int) -> None:
+        if task == "steps":
+            self._lab.start_clock()
+        self._events.progress(task, done, total)
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        self._events.metric(name, value, step)
 
 
 @contextlib.contextmanager

@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 
 from meshwright.cost import load_cost_model
+from meshwright.emulation import Emulated
 from meshwright.measurement import is_out_of_memory
 from meshwright.planner import predict_step_interval
 from meshwright.report import SlowRank, explain_difference, explain_stragglers, find_stragglers
 from meshwright.runtime import choose_device, join_group
 from meshwright.simulator import form_teams, simulate_plan
+from meshwright.simulator.scenarios import apply_scenario
 from meshwright.spec import (
     EventSink,
     Graph,
@@ -220,14 +222,26 @@ class Outcome:
         return told + explain_stragglers(list(self.stragglers), self.first_step)
 
 
-def judge_run(plan: Plan, graph: Graph, measured: Timeline, first_step: int, measurements: Path | None) -> Outcome:
+def judge_run(
+    plan: Plan,
+    graph: Graph,
+    measured: Timeline,
+    first_step: int,
+    measurements: Path | None,
+    emulated: Emulated | None = None,
+    at_s: float = 0.0,
+) -> Outcome:
     """Compare a measured timeline, whose first step was number ``first_step`` of the run, with a prediction.
 
-    Raises DocumentError or MeasurementError for a table that cannot be read or is of other devices, ClusterError for
-    a cluster that is not known here.
+    The prediction is for the plan's cluster, or for the emulated one ``at_s`` seconds after the first step. Raises
+    DocumentError or MeasurementError for a table that cannot be read or is of other devices, ClusterError for a cluster
+    that is not known here.
     """
-    cluster = load_cluster(plan.cluster)
+    cluster = load_cluster(plan.cluster) if emulated is None else emulated.cluster
     usual = load_cost_model(cluster, measurements, plan.workload.precision)
+    if emulated is not None:
+        usual = apply_scenario(usual, emulated.scenario, at_s)
+        cluster = usual.cluster
     plan, graph, cluster, cost = form_teams(plan, graph, cluster, usual)
     predicted = simulate_plan(plan, graph, cluster, cost=cost, num_steps=2).timeline
     interval = predict_step_interval(plan, graph, cluster, cost)
@@ -365,6 +379,8 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
     last_ones = job.num_steps - job.num_recorded_steps
     first_recorded = max(last_ones if job.first_recorded is None else job.first_recorded, done)
     batches = make_batches(source, plan.workload.global_batch, job.seed)
+    if trainer.rank == 0:
+        events.progress("steps", done, job.num_steps)
     for step, (inputs, targets) in enumerate(islice(batches, done, job.num_steps), done):
         if step == first_recorded:
             trainer.record()

@@ -25,7 +25,7 @@ from meshwright.spec import (
     suggest,
     write_text,
 )
-from meshwright.spec.scenario import Scenario, compose, load_scenario
+from meshwright.spec.scenario import Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.simulator import Contention, Simulation
     from meshwright.simulator.scenarios import Replan, Sweep
-
-
-def load_scenarios(references: Sequence[str] | None) -> Scenario:
-    """Load all named scenarios into one, in their order."""
-    return compose([load_scenario(reference) for reference in references or ()])
 
 
 def planner_for(plan: Plan | Placement, graph: Graph) -> Replan | None:

@@ -17,13 +17,14 @@ from meshwright.cli.output import grid_width, print_tables
 from meshwright.cli.planning import make_cost_model, recall_measurements, recall_software
 from meshwright.cli.requests import as_command
 from meshwright.cli.schedules import check_orders, compare, compared_schedules
-from meshwright.cli.simulate.scenario_output import follow_scenario, load_scenarios, run_sweep
+from meshwright.cli.simulate.scenario_output import follow_scenario, run_sweep
 from meshwright.cli.simulate.serving_deployment import simulate_serving
 from meshwright.cli.simulate.simulate_request import SimulateRequest
 from meshwright.cli.trace_options import put_timeline, traced_ranks
 from meshwright.cli.written_pages import page_path, provenance, put_page
 from meshwright.spec import Cluster, Graph, Opcode, Placement, Plan, load_cluster
 from meshwright.spec.plan_files import with_compiled
+from meshwright.spec.scenario import load_scenarios
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -40,7 +40,7 @@ from meshwright.simulator.scenarios.long_run import (
     mean_time_to_failure,
 )
 from meshwright.spec import Graph, Placement, Plan, ScenarioError
-from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Scenario, SlowDevice
+from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Scenario, is_active
 
 # Length of a run if no number of steps is given: 30 days.
 USUAL_RUN_S = 30 * 86400.0
@@ -55,10 +55,7 @@ StepAt = Callable[[float], float]
 
 def is_about_runs(scenario: Scenario) -> bool:
     """Return whether a scenario has effects on long runs."""
-    slow = scenario.effects_of(SlowDevice)
-    return bool(scenario.effects_of(Failures, LostDevice, Checkpoints)) or any(
-        effect.since or effect.until is not None for effect in slow
-    )
+    return bool(scenario.effects_of(Failures, LostDevice, Checkpoints)) or scenario.moments() != [0.0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,14 +205,11 @@ def _stretches(
         if isinstance(effect, LostDevice):
             with scenario.naming(place, "devices"):
                 losses.append((effect, set(effect.devices.select(usual.cluster, (scenario.seed or 0, place)))))
-    timed: list[SlowDevice | LostDevice] = [*scenario.effects_of(SlowDevice), *(effect for effect, _ in losses)]
-    moments = {0.0, *(float(effect.since) for effect in timed)}
-    moments |= {float(effect.until) for effect in timed if effect.until is not None}
     stretches: list[StepStretch] = []
     before: frozenset[int] = frozenset()
     used = frozenset(_devices_of(plan))
-    for moment in sorted(moments):
-        away = [(effect, ranks) for effect, ranks in losses if _is_on(effect, moment)]
+    for moment in scenario.moments():
+        away = [(effect, ranks) for effect, ranks in losses if is_active(effect, moment)]
         lost = frozenset(rank for _, ranks in away for rank in ranks if rank in used)
         every = tuple(sorted({rank for _, ranks in away for rank in ranks}))
         step_s = step_at(moment)
@@ -234,10 +228,6 @@ def _stretches(
 def _devices_of(plan: Plan | Placement) -> Sequence[int]:
     """Return the devices of the cluster that a plan uses."""
     return plan.devices if isinstance(plan, Plan) else range(plan.num_devices)
-
-
-def _is_on(effect: LostDevice, moment: float) -> bool:
-    return effect.since <= moment and (effect.until is None or moment < effect.until)
 
 
 # Above this ratio of save time to mean time between failures, the best interval is that mean time, to 1e-13 of it.

@@ -39,6 +39,7 @@ from meshwright.spec.scenario import (
     Scenario,
     SlowDevice,
     SlowLink,
+    is_active,
 )
 from meshwright.spec.selectors import Devices, Way
 
@@ -93,9 +94,8 @@ class _Machines:
         """Apply an effect; effects on runs rather than machines do nothing."""
         match effect:
             case SlowDevice():
-                is_on = effect.since <= at_s and (effect.until is None or at_s < effect.until)
                 for rank in self._select(effect.devices, place):
-                    self.slowdowns[rank] *= effect.factor if is_on else 1.0
+                    self.slowdowns[rank] *= effect.factor if is_active(effect, at_s) else 1.0
             case OtherDevice():
                 with self.scenario.naming(place, "device"):
                     other = _shipped_kind(effect.device)
@@ -106,7 +106,8 @@ class _Machines:
                     self.memory_bytes[rank] = int(effect.memory)
             case SlowLink():
                 with self.scenario.naming(place, "links"):
-                    self.now = _with_links(self.now, effect)
+                    changed = _with_links(self.now, effect)
+                self.now = changed if is_active(effect, at_s) else self.now
             case NetworkCards():
                 nodes = tuple(replace(node, num_nics=effect.num_nics) for node in self.now.nodes)
                 self.now = replace(self.now, nodes=nodes)
