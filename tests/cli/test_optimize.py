@@ -91,7 +91,7 @@ def test_an_own_operator_is_declared_and_gets_its_rules(tmp_path, capsys):
         (["generate", "-o", "x.json", "--op", "nothing"], 1, "No operator 'nothing' is declared"),
         (["generate", "-o", "x.json", "--attribute", "axis=0"], 2, "--op, which was not given"),
         (["generate", "-o", "x.json", "--op", "clamp", "--attribute", "low"], 2, "expected name=value"),
-        (["generate", "-o", "x.json", "--op", "clamp", "--attribute", "low=0"], 1, "no usual value"),
+        (["generate", "-o", "x.json", "--op", "clamp", "--attribute", "low=0"], 1, "no default value"),
         (["generate", "-o", "x.json", "--operators", "9"], 2, "less than or equal to 4"),
     ],
 )

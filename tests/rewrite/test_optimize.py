@@ -103,9 +103,9 @@ def test_the_result_is_called_like_the_model_and_says_what_it_was_made_for():
     torch.testing.assert_close(
         found.module(x=x, scale=torch.tensor(2.0))["share"], model(x, torch.tensor(2.0))["share"]
     )
-    with pytest.raises(RewriteError, match=r"takes 'x' of the sizes \(4, 3, 8, 8\), and \(2, 3, 8, 8\) were given"):
+    with pytest.raises(RewriteError, match=r"takes 'x' of the shape \(4, 3, 8, 8\), but \(2, 3, 8, 8\) was given"):
         found.module(x=x[:2], scale=torch.tensor(2.0))
-    with pytest.raises(RewriteError, match="Call it like the batch"):
+    with pytest.raises(RewriteError, match="Call it with arguments like the example batch"):
         found.module(x)
 
 
@@ -245,7 +245,7 @@ def test_the_mode_is_part_of_what_it_was_made_for():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
     made = predicted(model, torch.randn(8, 4)).module
     made.eval()
-    with pytest.raises(RewriteError, match="in evaluation mode, and was made for training"):
+    with pytest.raises(RewriteError, match="in evaluation mode, but was made for training"):
         made(torch.randn(8, 4))
 
 

@@ -71,7 +71,7 @@ def test_listed_rules_of_xla_keep_what_was_proved():
         ("rules.toml", b"rule = 3", r"expected tables \[\[rule\]\]"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'", "expected left and right"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = 'rely(x)'", "'rely', which is not declared"),
-        ("rules.toml", b"[[rule]]\nleft = 'relu(x, y)'\nright = 'x'", "it takes 1"),
+        ("rules.toml", b"[[rule]]\nleft = 'relu(x, y)'\nright = 'x'", "2 operands; expected 1"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = '__import__(\"os\")'", "not declared"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = 'x'\nranks = { x = 99 }", "numbers of dims"),
         ("rules.toml", b"[[rule]]\nleft = 'relu(x)'\nright = 'x'\nwhen = ['size(z, 0) == 1']", r"\['z'\]"),

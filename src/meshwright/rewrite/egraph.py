@@ -1,9 +1,9 @@
-"""`EGraph`: many equal graphs at once. A class holds nodes that compute the same tensor, over classes.
+"""`EGraph`: an e-graph, which holds many equal graphs at once.
 
-The data structure of Nelson and Oppen with egg's deferred rebuilding (Willsey et al., POPL 2021). Written here instead
-of taken from a library because rules are conditional on types: whether ``concat`` of two operands exists, and what its
-``axis`` is in a rule's result, are questions for the operators' declarations, which are Python. Every class has a type;
-a node whose operands do not fit is never made.
+A class (e-class) holds nodes that compute the same tensor. The operands of a node are classes. The data structure is
+that of Nelson and Oppen with egg's deferred rebuilding (Willsey et al., POPL 2021). No library is used because rules
+are conditional on types: the operators' declarations, which are Python functions, decide whether an operator accepts
+its operands. Every class has a type (shape and dtype), and ill-typed nodes are never added.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _stays_finite(node: TermNode) -> bool:
 
 
 class EGraph:
-    """Classes are whole numbers; one that was merged into another stays valid through `find`."""
+    """An e-graph. A class is a whole number; after a merge, `find` maps the old number to the merged class."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
@@ -64,7 +64,7 @@ class EGraph:
         return len(self._known)
 
     def find(self, cls: int) -> int:
-        """Return the class that now contains a class."""
+        """Return the class into which ``cls`` was merged; ``cls`` itself if it was not merged."""
         parent = self._parent
         while parent[cls] != cls:
             parent[cls] = parent[parent[cls]]
@@ -72,39 +72,42 @@ class EGraph:
         return cls
 
     def classes(self) -> Iterator[int]:
-        """All classes."""
+        """Yield all classes that were not merged into another."""
         return (cls for cls, parent in enumerate(self._parent) if cls == parent)
 
     def nodes(self, cls: int) -> Iterator[TermNode]:
-        """All nodes of a class."""
+        """Yield all nodes of a class."""
         for nodes in self._nodes[cls].values():
             yield from nodes
 
     def earliest(self, cls: int) -> TermNode:
-        """Return the node of a class that was added first: a way to compute it without cycles."""
+        """Return the node of a class that was added first; computing every class by its first node has no cycles."""
         return self._earliest[self.find(cls)][1]
 
     def age(self, cls: int) -> int:
-        """Return the identity of a class through all merges: the number of its oldest class."""
+        """Return the lowest (oldest) number of all classes that were merged into this one."""
         return self._earliest[self.find(cls)][0]
 
     def nodes_of(self, cls: int, operator: str) -> list[TermNode]:
-        """Return the class's nodes of an operator."""
+        """Return the nodes of a class that apply ``operator``."""
         return self._nodes[cls].get(operator, [])
 
     def holding(self, operator: str) -> list[int]:
-        """Return classes that hold a node of an operator."""
+        """Return the classes that have a node of ``operator``."""
         found = dict.fromkeys(self.find(cls) for cls in self._holding[operator])
         self._holding[operator] = dict.fromkeys(found)
         return list(found)
 
     @property
     def now(self) -> int:
-        """The number of changes so far, to pass to `changed` later."""
+        """The number of changes so far (classes added or merged); pass it to `changed` later."""
         return len(self._events)
 
     def changed(self, since: int, levels: int) -> list[set[int]]:
-        """Return classes that changed since then, classes that read one of these, and so on for ``levels`` levels."""
+        """Return ``levels + 1`` sets of classes: ``[0]`` those that changed after ``since``, a former value of `now`.
+
+        Set ``i + 1`` adds to set ``i`` the classes with a node that has a class of set ``i`` as an operand.
+        """
         found = [{self.find(cls) for cls in self._events[since:]}]
         for _ in range(levels):
             below = found[-1]
@@ -112,16 +115,19 @@ class EGraph:
         return found
 
     def readers(self, cls: int) -> Iterator[tuple[TermNode, int]]:
-        """Return nodes that read a class, with their classes."""
+        """Yield (node, its class) for each node that has ``cls`` as an operand."""
         return ((node, self.find(home)) for node, home in self._readers[self.find(cls)])
 
     def lookup(self, node: TermNode) -> int | None:
-        """Return the class of a node, if it is there."""
+        """Return the class of a node; None if the e-graph does not contain the node."""
         found = self._known.get(self._canonical(node))
         return None if found is None else self.find(found)
 
     def add(self, node: TermNode, type_: TensorType | None = None) -> int:
-        """Return the class of a node, created if needed. Raises IllTypedError if operands do not fit."""
+        """Return the class of a node, created if needed; ``type_`` is computed by default.
+
+        Raises IllTypedError if the operator does not accept the operands.
+        """
         node = self._canonical(node)
         found = self._known.get(node)
         if found is not None:
@@ -148,23 +154,27 @@ class EGraph:
         return cls
 
     def reasons(self) -> dict[tuple[int, TermNode], str]:
-        """Return the reasons for nodes of a class that were added for a reason."""
+        """Return the reason (``reason`` at the time, a rule's name) of each (class, node) that was added with one."""
         found: dict[tuple[int, TermNode], str] = {}
         for cls, node, reason in self._reasons:
             found.setdefault((self.find(cls), self._canonical(node)), reason)
         return found
 
     def united(self) -> list[tuple[int, str]]:
-        """Return classes that were merged for a reason, with the reason."""
+        """Return (class, reason) of each merge that was made with a reason (a rule's name)."""
         return [(self.find(cls), reason) for cls, reason in self._united]
 
     def merge(self, one: int, other: int) -> int:
-        """Merge two classes. Consequences for nodes that read them wait for `rebuild`."""
+        """Merge two classes; return the merged class.
+
+        `rebuild` later merges the classes of nodes that become equal by it (congruence). Raises ValueError if the
+        types of the two classes differ.
+        """
         one, other = self.find(one), self.find(other)
         if one == other:
             return one
         if self.types[one] != self.types[other]:
-            raise ValueError(f"classes of types {self.types[one]} and {self.types[other]} are unlike")
+            raise ValueError(f"classes of the types {self.types[one]} and {self.types[other]} cannot be merged")
         if len(self._readers[one]) < len(self._readers[other]):
             one, other = other, one
         self._parent[other] = one
@@ -189,7 +199,7 @@ class EGraph:
         return one
 
     def rebuild(self) -> None:
-        """Merge classes of nodes that became equal."""
+        """Merge the classes of nodes that became equal by merges of their operands (congruence closure)."""
         self.reason = ""
         touched = set()
         while self._dirty:

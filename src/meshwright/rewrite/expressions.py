@@ -1,9 +1,10 @@
-"""Expressions of operators, as rules have them: written and read as Python calls, never executed as Python.
+"""Expressions: the two sides of a rule, in the syntax of Python calls; they are parsed, never executed as Python.
 
     matmul(x, concat(y, z, axis=1))
 
-Positional arguments are tensors: names or calls. Keyword arguments are attributes: whole numbers and names in
-``+ - * //``, tuples, text, ``True`` and ``False``, and the functions of `ATTRIBUTE_FUNCTIONS`.
+Positional arguments are tensors: names or calls. Keyword arguments are attributes: numbers, strings, ``True``,
+``False``, tuples, names, formulas with ``+ - * //``, and the functions of `ATTRIBUTE_FUNCTIONS` and
+`SHAPE_FUNCTIONS`. A name in an attribute is a **letter**: a symbol that stands for any value.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LARGEST = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A tensor that is given."""
+    """An operand of a rule: a tensor, by its name."""
 
     name: str
 
@@ -42,7 +43,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator at operands; ``attributes`` in the operator's order."""
+    """An operator applied to operands; ``attributes`` has (name, value) pairs in the operator's order."""
 
     operator: str
     operands: tuple[Expression, ...]
@@ -55,7 +56,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """An attribute that is computed: a name (``function`` ""), or a function of formulas."""
+    """A symbolic attribute: a letter, or a function of attributes.
+
+    For a letter, ``function`` is "" and ``arguments`` holds its name. Else ``function`` is a sign of ``+ - * //`` or a
+    function's name.
+    """
 
     function: str
     arguments: tuple[Any, ...]
@@ -71,14 +76,14 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A comparison of attributes: one of ``== != <= <``."""
+    """A comparison of two attributes; ``sign`` is one of ``== != <= <``."""
 
     left: Attribute
     sign: str
     right: Attribute
 
     def holds(self, tensors: Mapping[str, Indexed], letters: Mapping[str, Any]) -> bool:
-        """Return whether the condition holds for these tensors and letters."""
+        """Return whether the condition holds for these tensors (only shapes are read) and values of letters."""
         sides = value_of(self.left, tensors, letters), value_of(self.right, tensors, letters)
         return bool(COMPARISONS[self.sign](*sides))
 
@@ -151,13 +156,13 @@ SHAPE_FUNCTIONS = ("shape", "rank", "size")
 
 
 def names_of(expression: Expression) -> Iterator[str]:
-    """Yield names of the given tensors, in order, possibly repeated; also those of which only the shape is read."""
+    """Yield the names of an expression's tensors, possibly repeated; first operands, then those in shape functions."""
     yield from given_names(expression)
     yield from shape_names(expression)
 
 
 def given_names(expression: Expression) -> Iterator[str]:
-    """Yield names of the tensors in an expression."""
+    """Yield the names of the tensors that are operands in an expression, in order, possibly repeated."""
     if isinstance(expression, Name):
         yield expression.name
         return
@@ -166,7 +171,7 @@ def given_names(expression: Expression) -> Iterator[str]:
 
 
 def shape_names(expression: Expression) -> Iterator[str]:
-    """Yield names of the tensors whose shapes are read in attributes."""
+    """Yield the names of the tensors whose shapes the attributes of an expression read, possibly repeated."""
     if isinstance(expression, Name):
         return
     for operand in expression.operands:
@@ -176,10 +181,10 @@ def shape_names(expression: Expression) -> Iterator[str]:
 
 
 def letters_of(expression: Expression) -> Iterator[tuple[str, str]]:
-    """(what it is, name) of the letters in attributes.
+    """Yield (role, name) for each occurrence of a letter in the attributes of an expression.
 
-    What it is: "operator.attribute" where the letter is the attribute; "" where it is part of a tuple or a formula, and
-    so a number.
+    The role is "operator.attribute" if the letter is the whole attribute, and "" if the letter is a number inside a
+    tuple or a formula.
     """
     if isinstance(expression, Name):
         return
@@ -192,7 +197,7 @@ def letters_of(expression: Expression) -> Iterator[tuple[str, str]]:
 
 
 def num_operators(expression: Expression) -> int:
-    """Distinct calls of an expression."""
+    """Return the number of distinct operator calls in an expression."""
     return len(set(_calls(expression)))
 
 
@@ -204,9 +209,11 @@ def run(
     made: dict[Expression, Indexed] | None = None,
     keep: Callable[[Indexed], Indexed] = lambda result: result,
 ) -> Indexed:
-    """Evaluate the tensor of an expression; ``made`` caches evaluated parts, ``keep`` is called with each.
+    """Evaluate an expression on ``machine``, for given tensors by name and values of letters.
 
-    Raises IllTypedError, or what the machine raises, if operands do not fit.
+    ``made`` caches the results of calls by expression. ``keep`` is applied to each call's result before it is cached.
+    Raises IllTypedError if an operator does not accept its operands; a symbolic machine may raise SizesDifferError,
+    RefineError or NotExpressibleError instead.
     """
     made = {} if made is None else made
     if isinstance(expression, Name):
@@ -225,7 +232,7 @@ def run(
 
 
 def value_of(attribute: Attribute, tensors: Mapping[str, Indexed], letters: Mapping[str, Any]) -> Any:
-    """Return the attribute's value."""
+    """Return the value of an attribute, for given tensors (only their shapes are read) and values of letters."""
     if isinstance(attribute, tuple):
         return tuple(value_of(item, tensors, letters) for item in attribute)
     if not isinstance(attribute, Formula):
@@ -244,10 +251,10 @@ def value_of(attribute: Attribute, tensors: Mapping[str, Indexed], letters: Mapp
 
 
 def parse(text: str) -> Expression:
-    """Read an expression. Raises RewriteError with the reason."""
+    """Return the expression that ``text`` describes. Raises RewriteError, with the reason, for an invalid text."""
     found = _read(_tree(text), text)
     if num_operators(found) > _MOST_OPERATORS:
-        raise RewriteError(f"{text!r} has more than {_MOST_OPERATORS} operators; rules are smaller.")
+        raise RewriteError(f"{text!r} has more than {_MOST_OPERATORS} operators, the most that a rule's side may have.")
     return found
 
 
@@ -262,12 +269,16 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[str, bool]] = {
 
 
 def parse_attribute(text: str) -> Attribute:
-    """Read an attribute. Raises RewriteError with the reason."""
+    """Return the attribute that ``text`` describes. Raises RewriteError, with the reason, for an invalid text."""
     return _read_attribute(_tree(text), text)
 
 
 def parse_condition(text: str) -> Condition:
-    """Read a comparison of attributes. Raises RewriteError with the reason."""
+    """Return the condition (a comparison of attributes) that ``text`` describes.
+
+    ``>`` and ``>=`` become ``<`` and ``<=`` with exchanged sides. Raises RewriteError, with the reason, for an invalid
+    text.
+    """
     tree = _tree(text)
     if not (isinstance(tree, ast.Compare) and len(tree.ops) == 1 and type(tree.ops[0]) in _COMPARISONS):
         raise RewriteError(f"{text!r} is not a condition; write it like size(x, 0) == 1, with one of == != <= < >= >.")
@@ -277,14 +288,14 @@ def parse_condition(text: str) -> Condition:
 
 
 def condition_names(condition: Condition) -> tuple[set[str], set[str]]:
-    """Return (tensors whose shapes a condition reads, letters)."""
+    """Return two sets of names: the tensors whose shapes a condition reads, and the letters that it contains."""
     sides = (condition.left, condition.right)
     return {n for side in sides for n in _read_names(side)}, {n for side in sides for n in _formula_names(side)}
 
 
 def _tree(text: str) -> ast.expr:
     if len(text) > _MOST_CHARACTERS:
-        raise RewriteError(f"An expression of {len(text)} characters was given; at most {_MOST_CHARACTERS} are read.")
+        raise RewriteError(f"An expression has {len(text)} characters; expected at most {_MOST_CHARACTERS}.")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -296,14 +307,16 @@ def _tree(text: str) -> ast.expr:
         level = [child for node in level for child in ast.iter_child_nodes(node)]
         if not level:
             return tree
-    raise RewriteError(f"{text[:80]!r}… is nested more than {_MOST_LEVELS} levels deep; rules are smaller.")
+    raise RewriteError(f"{text[:80]!r}… is nested more than {_MOST_LEVELS} levels deep, the most that is allowed.")
 
 
 def _read(tree: ast.expr, text: str) -> Expression:
     if isinstance(tree, ast.Name):
         return Name(tree.id)
     if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)):
-        raise RewriteError(f"{ast.unparse(tree)!r} in {text!r} is neither a tensor's name nor an operator's call.")
+        raise RewriteError(
+            f"{ast.unparse(tree)!r} in {text!r} is not a tensor; write a name like x, or a call like relu(x)."
+        )
     name = tree.func.id
     if name not in OPERATORS:
         raise RewriteError(f"{text!r} uses the operator {name!r}, which is not declared; known: {sorted(OPERATORS)}.")
@@ -311,11 +324,12 @@ def _read(tree: ast.expr, text: str) -> Expression:
     attributes = {item.arg or "": _read_attribute(item.value, text) for item in tree.keywords}
     if set(attributes) != set(known.attributes) or len(attributes) != len(tree.keywords):
         raise RewriteError(
-            f"{ast.unparse(tree)!r} gives {name} the attributes {sorted(attributes)}; it has {list(known.attributes)}."
+            f"{ast.unparse(tree)!r} gives {name} the attributes {sorted(attributes)}; expected exactly "
+            f"{list(known.attributes)}."
         )
     count = len(tree.args)
     if count < known.fewest or (known.most is not None and count > known.most):
-        raise RewriteError(f"{ast.unparse(tree)!r} gives {name} {count} operands; it takes {_counts(known)}.")
+        raise RewriteError(f"{ast.unparse(tree)!r} gives {name} {count} operands; expected {_counts(known)}.")
     return Call(
         name, tuple(_read(item, text) for item in tree.args), tuple((key, attributes[key]) for key in known.attributes)
     )
@@ -332,7 +346,9 @@ _BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
 def _read_attribute(tree: ast.expr, text: str) -> Attribute:
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int | float | str):
         if not isinstance(tree.value, str) and not abs(tree.value) <= _LARGEST:
-            raise RewriteError(f"{text[:80]!r} has the number {ast.unparse(tree)}; numbers are at most 2^40.")
+            raise RewriteError(
+                f"{text[:80]!r} has the number {ast.unparse(tree)}; expected a finite number from -2^40 to 2^40."
+            )
         return tree.value
     if isinstance(tree, ast.Name):
         return Formula("", (tree.id,))
@@ -352,7 +368,8 @@ def _read_attribute(tree: ast.expr, text: str) -> Attribute:
     ):
         return Formula(tree.func.id, tuple(_read_attribute(item, text) for item in tree.args))
     raise RewriteError(
-        f"{ast.unparse(tree)!r} in {text!r} is not an attribute: expected numbers, names, tuples, text, + - * // and "
+        f"{ast.unparse(tree)!r} in {text!r} is not an attribute; expected a number, a name, a string, a tuple, "
+        "a formula with + - * //, or a call of "
         f"{', '.join(sorted({*ATTRIBUTE_FUNCTIONS, *SHAPE_FUNCTIONS} - {*_SIGNS}))}."
     )
 
@@ -382,7 +399,9 @@ def _read_names(value: Attribute) -> Iterator[str]:
     if isinstance(value, Formula) and value.function in SHAPE_FUNCTIONS:
         tensor = value.arguments[0] if value.arguments else None
         if not isinstance(tensor, Formula) or tensor.function:
-            raise RewriteError(f"{value} does not read the shape of a tensor; write it like {value.function}(x).")
+            raise RewriteError(
+                f"The first argument of {value} is not a tensor's name; expected a name, like {value.function}(x)."
+            )
         yield tensor.arguments[0]
 
 

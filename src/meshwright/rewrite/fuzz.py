@@ -1,8 +1,9 @@
-"""Trials: compute both sides of a rule on random tensors of random sizes, and compare.
+"""Trials: compute both sides of a rule on random tensors of random sizes, and compare them.
 
-Computed over a prime field, where equality is exact: two different sides agree by chance in one of 268 million
-numbers. Functions with few known properties are random ones there, so a law that needs more of a function (exp(a + b))
-fails in the field; such a rule is tried over doubles, where it must also fail before it counts as refuted.
+Trials use arithmetic modulo a prime, where equality is exact: one number of two unequal sides agrees by chance once in
+268 million. Functions with few known laws are random functions there, so a rule that needs another law of a function,
+such as exp(a + b) = exp(a) exp(b), fails. A rule that fails is tried again over doubles (float64), and counts as
+refuted only if it fails there, too.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _TOLERANCE = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterExample:
-    """Sizes and attributes for which the sides differ: output ``output`` is ``left`` and ``right`` at ``index``.
+    """Tensors' shapes and values of letters for which the two sides of a rule differ.
 
-    ``unlike``: the sizes of both sides, if these already differ.
+    The element of output ``output`` (counted from 0) at ``index`` is ``left`` on one side and ``right`` on the other.
+    ``unlike``: the two shapes of that output if the shapes differ; then ``index`` is empty and both numbers are NaN.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -60,7 +62,7 @@ class CounterExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """The number of sets of sizes that agreed, and the first counterexample."""
+    """The result of trials: the number in which both sides were equal, and the first counter-example, if any."""
 
     num_agreed: int
     counter_example: CounterExample | None = None
@@ -74,9 +76,10 @@ def try_rule(
     most_dims: int = MOST_DIMS,
     among: Iterable[Instance] | None = None,
 ) -> Trials:
-    """Compute both sides at ``num_sizes`` random sets of sizes for each choice of ranks, dims and orders.
+    """Compare both sides of a rule on random tensors, at ``num_sizes`` random sets of sizes per instance.
 
-    ``among``: the choices to try; by default all.
+    An `Instance` is one choice of ranks, dims and orders of dims. ``among``: the instances to try; by default all with
+    at most ``most_dims`` dims. Stops at the first counter-example.
     """
     rng = np.random.default_rng(seed)
     total = 0
@@ -96,7 +99,7 @@ def try_rule(
 
 
 def fitted_instances(rule: Rule, most_dims: int) -> Iterator[Instance]:
-    """Yield choices with sizes for which both sides are well typed, if there are any."""
+    """Yield the instances of a rule, restricted to sizes at which the right side is well typed, too, if possible."""
     for instance in instances(rule, most_dims):
         if instance.unsettled:
             continue
@@ -108,7 +111,10 @@ def fitted_instances(rule: Rule, most_dims: int) -> Iterator[Instance]:
 def draw_sizes(
     rule: Rule, instance: Instance, rng: np.random.Generator
 ) -> Iterator[tuple[dict[str, tuple[int, ...]], dict[str, Any]]]:
-    """Random sizes and letters with which the left side of an instance is well typed."""
+    """Yield random (shapes by tensor, values by letter) for which the left side of an instance is well typed.
+
+    Sets of sizes with empty tensors, or with tensors of more than 4096 elements, are skipped.
+    """
     names = sorted(set(_letters(instance)))
     for draw in range(_MOST_DRAWS if names else 1):
         # Small sizes satisfy equations more often.
@@ -160,7 +166,11 @@ def _compare(
 def compute(
     sides: Sequence[Expression], arrays: Mapping[str, NDArray[Any]], letters: Mapping[str, Any], numbers: NumberField
 ) -> list[NDArray[Any]]:
-    """Return the numbers of expressions, (draws, sizes...) each. Raises IllTypedError where operands do not fit."""
+    """Return the values of expressions, one array of shape (draws, sizes...) for each.
+
+    ``arrays``: the operands by name, of the same layout; axis 0 counts independent draws. Raises IllTypedError if an
+    operator does not accept its operands.
+    """
     machine = Arrays(numbers)
     tensors = {name: machine.operand(array) for name, array in arrays.items()}
     made: dict[Expression, Indexed] = {}

@@ -1,8 +1,8 @@
-"""The most general sizes for which a side of a rule is well typed.
+"""Instances: the most general sizes for which the left side of a rule is well typed.
 
-A rule does not state sizes: ``matmul(x, y)`` requires that they fit. `instances` tries all ranks, dims and orders of
-dims that the left side allows, and for each solves the equations that its operators require: every size is a letter,
-and letters that have to be equal to something are replaced by it.
+A rule does not state sizes, but its operators restrict them: ``matmul(x, y)`` requires equal inner sizes. `instances`
+tries all ranks, dims and orders of dims that the left side allows. For each, every size starts as a letter (a symbol),
+and an equation that an operator requires is solved by replacing a letter (unification).
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _TEXTS = {"dtype"}
 
 @dataclass(slots=True)
 class Instance:
-    """One choice of ranks, dims and orders, with sizes in letters that satisfy the requirements of an expression.
+    """One choice of ranks, dims and orders of dims, with symbolic sizes at which the left side is well typed.
 
-    ``free``: letters that may be replaced. ``equations``: assumed equations that no replacement achieves. ``ones``:
-    whether sizes that may be 1 or equal to another are 1, in the order in which that came up. ``unsettled``: why the
-    instance cannot be decided, if so.
+    ``shapes``: by tensor, sizes as polynomials in letters. ``letters``: the values of the rule's letters. ``free``:
+    letters that may still be replaced. ``equations``: equations that are assumed because no replacement of a letter
+    solves them. ``ones``: for each size that may be broadcast, in order of occurrence, whether it is 1. ``unsettled``:
+    the reason if the instance cannot be decided, else "".
     """
 
     machine: Symbols
@@ -56,26 +57,35 @@ class Instance:
     _asked: int = 0
 
     def tensors(self) -> dict[str, Indexed]:
-        """Return the operands."""
+        """Return the rule's operands by name, as symbolic tensors of these shapes."""
         return {name: Indexed(shape, self.machine.read(name, shape)) for name, shape in self.shapes.items()}
 
     def results(self, sides: Sequence[Expression]) -> list[Indexed]:
-        """Return the tensors of the expressions; raises SizesDifferError or IllTypedError if operands do not fit."""
+        """Return the symbolic tensors of the expressions.
+
+        Raises SizesDifferError if two sizes must be equal and are not known to be, IllTypedError if they cannot be.
+        """
         made: dict[Expression, Indexed] = {}
         tensors = self.tensors()
         return [run(side, self.machine, tensors, self.letters, made) for side in sides]
 
     def solve(self, sides: Sequence[Expression]) -> list[Indexed]:
-        """Return the same after replacing free letters, or assuming equations, so that operands fit."""
+        """Return `results` after free letters were replaced, or equations assumed, until all operators accept them.
+
+        Raises IllTypedError if that is impossible, NotExpressibleError if it takes too many steps.
+        """
         for _ in range(_MOST_STEPS):
             try:
                 return self.results(sides)
             except SizesDifferError as differ:
                 self.demand(differ)
-        raise NotExpressibleError("sizes that fit were not found")
+        raise NotExpressibleError(f"no sizes that satisfy all operators were found in {_MOST_STEPS} steps")
 
     def suppose(self, rule: Rule) -> bool:
-        """Assume the rule's conditions; False if one of them cannot hold."""
+        """Restrict the sizes to those that satisfy the rule's conditions; return False if that is impossible.
+
+        Raises RewriteError for a condition of an unsupported form, NotExpressibleError if no such sizes are found.
+        """
         for condition in rule.when:
             held: bool | None = None
             for _ in range(_MOST_STEPS):
@@ -84,7 +94,7 @@ class Instance:
                 if held is not None:
                     break
             if held is None:
-                raise NotExpressibleError(f"sizes with {condition} were not found")
+                raise NotExpressibleError(f"no sizes that satisfy the condition {condition} were found")
             if not held:
                 return False
             # New requirements on sizes change those of the left side's operators.
@@ -109,7 +119,8 @@ class Instance:
             letter = size.single
             if least is None or letter is None or self.machine.facts.least(letter) != least:
                 raise RewriteError(
-                    f"A condition {one} != {other} was given; of sizes, only != 1 can be worked with. State it by <."
+                    f"The condition {one} != {other} is not supported: != may only compare one size with its lowest "
+                    "possible value, as in size(x, 0) != 1. Write the condition with <."
                 )
             one, other, sign = least, size, "<"
         self.machine.facts.assume(other - one - (sign == "<"))
@@ -117,12 +128,15 @@ class Instance:
 
     def _supposed_tuples(self, sign: str, left: Any, right: Any) -> bool | None:
         if not isinstance(left, tuple) or not isinstance(right, tuple) or sign not in ("==", "!="):
-            raise RewriteError(f"A condition compares {left} {sign} {right}; tuples can only be compared by == or !=.")
+            raise RewriteError(
+                f"The condition {left} {sign} {right} is not supported: a tuple can only be compared with a tuple, by "
+                "== or !=."
+            )
         if len(left) != len(right) or sign == "!=":
             pairs = [Polynomial.of(one) - other for one, other in zip(left, right, strict=False)]
             known = [pair.constant for pair in pairs]
             if len(left) == len(right) and any(one is None for one in known) and not any(known):
-                raise NotExpressibleError(f"{left} {sign} {right}")
+                raise NotExpressibleError(f"whether {left} {sign} {right} depends on sizes")
             return (len(left) != len(right) or any(known)) == (sign == "!=")
         for one, other in zip(left, right, strict=True):
             if not self.machine.facts.are_equal(Polynomial.of(one), Polynomial.of(other)):
@@ -131,7 +145,10 @@ class Instance:
         return True
 
     def demand(self, differ: SizesDifferError) -> None:
-        """Replace a letter so that two sizes are equal; assume the equation if no letter can be replaced."""
+        """Make the two sizes of the exception equal: replace a letter, or assume the equation if that is impossible.
+
+        Raises IllTypedError if the sizes can never be equal.
+        """
         if differ.or_one and self._is_one():
             differ = SizesDifferError(differ.one, Polynomial.of(1), differ.why)
         if not self.make_equal(differ.one, differ.other, differ.why):
@@ -154,10 +171,10 @@ class Instance:
     def make_equal(
         self, one: Polynomial, other: Polynomial, why: str, among: Callable[[str], bool] | None = None
     ) -> bool:
-        """Replace a free letter so that two sizes are equal; False if no letter is free.
+        """Replace one letter so that two sizes become equal; return False if no replacement solves the equation.
 
-        Raises IllTypedError for different numbers. ``among``: the letters that may be replaced; by default the free
-        ones, and those that the machine made for a quotient or a remainder.
+        ``among``: whether a letter may be replaced; by default the free letters, and those that stand for a quotient
+        or a remainder. ``why`` is quoted in errors. Raises IllTypedError if the sizes are different numbers.
         """
         difference = one - other
         if all(self.machine.facts.is_positive(letter) for letter in difference.letters()):
@@ -186,10 +203,11 @@ class Instance:
 
 
 def instances(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUESTIONS) -> Iterator[Instance]:
-    """All choices for which the left side is well typed, each with its most general sizes.
+    """Yield each choice of ranks, dims and orders for which the left side is well typed, with its most general sizes.
 
-    If a size may be 1 or equal to another, both are choices, also if only the right side requires one: choices found
-    while an instance was in use are tried after it. ``questions``: the most z3 questions for each.
+    A size that may be broadcast gives two instances: one in which it is 1, and one in which it equals the other size.
+    Such sizes of the right side are found while the caller works with an instance, which adds instances after it.
+    ``most_dims``: the most dims of a tensor. ``questions``: the most z3 queries per instance.
     """
     left = {letter for side in rule.left for _, letter in letters_of(side)}
     choices = {
@@ -218,9 +236,9 @@ def instances(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUES
 
 
 def is_made(letter: str) -> bool:
-    """Return whether the machine made a letter for a quotient or a remainder.
+    """Return whether a letter stands for a quotient or a remainder that the symbolic arithmetic introduced.
 
-    Letters of tensors and attributes have a dot or a $.
+    The names of these start with q or r and have no dot; letters of sizes and attributes contain a dot or a $.
     """
     return letter[0] in "qr" and "." not in letter
 

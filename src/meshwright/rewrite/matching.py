@@ -1,4 +1,4 @@
-"""Find where rules apply in an `EGraph` (`matches`), add their results (`apply`), round by round (`saturate`)."""
+"""Find where rules match in an `EGraph` (`matches`), add their results (`apply`), and repeat that (`saturate`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Classes of a rule's tensors, values of its letters, and the classes that its outputs match."""
+    """A position in an e-graph where a rule's source matches.
+
+    ``tensors``: by tensor of the rule, its class. ``letters``: by letter, its value. ``outputs``: the class that each
+    source expression matches.
+    """
 
     tensors: dict[str, int]
     letters: dict[str, Any]
@@ -41,10 +45,11 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class Directed:
-    """A rule read from ``sources`` to ``targets``; ``ranks``: dims of its tensors for which it is proved.
+    """A rule read in one direction: where ``sources`` match, ``targets`` are added as equal.
 
-    ``finite``: tensors that must be known to contain finite numbers only. ``folds``: used only if part of the target
-    is constant but no part of the source. ``general``: not useful for constants.
+    ``ranks``: the combinations of (tensor, number of dims) for which the rule is proved; None: any. ``finite``: tensors
+    that must be known to contain only finite numbers. ``folds``: used only if a part of the target becomes constant and
+    no part of the source is. ``general``: not used where all outputs are constants, which are computed once anyway.
     """
 
     rule: Rule
@@ -57,16 +62,17 @@ class Directed:
 
     @cached_property
     def depth(self) -> int:
-        """Levels of classes below an output that decide whether the sources match."""
+        """The number of nested operators in the deepest source expression."""
         return max(map(_depth, self.sources))
 
 
 def directions(
     rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None = None, finite: tuple[str, ...] = ()
 ) -> list[Directed]:
-    """Return the directions in which a rule can be used: the source must bind everything that the target needs.
+    """Return the directions in which a rule can be used: none, one or both.
 
-    A direction that only wraps its own source is left out: it would apply for ever and find nothing.
+    The source must bind all tensors and letters of the target. A direction whose target contains its source is left
+    out, because it would apply to its own result for ever. ``ranks`` and ``finite`` as in `Directed`.
     """
     found = []
     for sources, targets in ((rule.left, rule.right), (rule.right, rule.left)):
@@ -82,12 +88,12 @@ def directions(
 
 
 def bind(graph: EGraph, pattern: Call, cls: int) -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
-    """Return classes of a pattern's tensors and values of its letters, for each way in which a class matches."""
+    """Yield (classes by tensor, values by letter) for each way in which a node of ``cls`` matches ``pattern``."""
     yield from _match(graph, pattern, cls, {}, {})
 
 
 def node_of(graph: EGraph, call: Expression, match: Match) -> TermNode:
-    """Return the node of a call that was added at a match."""
+    """Return the node that ``call``, a target of the matched rule, becomes at a match; operands are added if needed."""
     assert isinstance(call, Call)
     tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
     shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
@@ -100,9 +106,9 @@ def node_of(graph: EGraph, call: Expression, match: Match) -> TermNode:
 def matches(
     graph: EGraph, directed: Directed, among: Set[int] | None = None, deadline: float = math.inf
 ) -> Iterator[Match]:
-    """Return all matches of the source that are found before ``deadline`` (of time.perf_counter).
+    """Yield the matches of a directed rule's sources; stop at ``deadline`` (in seconds of ``time.perf_counter``).
 
-    ``among``: only matches whose first expression is one of these classes.
+    ``among``: if given, the first source expression must match one of these classes.
     """
     first, *others = directed.sources
     assert isinstance(first, Call)
@@ -119,7 +125,10 @@ def matches(
 
 
 def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
-    """Add the target and merge it with the source; return whether anything is new. No effect if types do not fit."""
+    """Add the targets at a match and merge them with the sources; return whether the e-graph changed.
+
+    Does nothing where `build` returns None.
+    """
     before = len(graph), graph.num_unions
     made = build(graph, directed, match)
     if made is None:
@@ -130,7 +139,11 @@ def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
 
 
 def build(graph: EGraph, directed: Directed, match: Match) -> list[int] | None:
-    """Return the classes of the targets, added if new; None if types do not fit."""
+    """Add the targets at a match; return their classes.
+
+    Returns None if the rule must not be used there: it is ill typed, not proved for these ranks or sizes, a condition
+    does not hold, a tensor is not known to be finite, or nothing becomes constant (`Directed`).
+    """
     tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
     shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
     if directed.ranks is not None:
@@ -324,7 +337,7 @@ def _unread(*_: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaturationLimits:
-    """Limits of a saturation: rounds, nodes, seconds, and matches of one rule in one round."""
+    """Limits of a saturation: rounds, nodes of the e-graph, seconds, and matches of one rule in one round."""
 
     rounds: int = 8
     nodes: int = 20_000
@@ -334,9 +347,12 @@ class SaturationLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation:
-    """The result; ``ended``: why it stopped. ``applied``: by rule, how often it added something.
+    """The result of `saturate`.
 
-    ``until``: the state of the e-graph (`EGraph.now`) that the rules last saw.
+    ``rounds``: rounds begun. ``ended``: "saturated" if nothing new appeared, else the limit that was reached.
+    ``applied``: by rule, the number of applications that changed the e-graph. ``cut``: rules that reached the limit of
+    matches. ``until``: the state of the e-graph (`EGraph.now`) at the start of the last round; pass it as ``since`` of
+    the next call.
     """
 
     rounds: int
@@ -347,9 +363,10 @@ class Saturation:
 
 
 def saturate(graph: EGraph, rules: Sequence[Directed], limits: SaturationLimits, since: int = 0) -> Saturation:
-    """Apply rules round by round until nothing is new or a limit is reached; results so far stay.
+    """Apply rules round by round until nothing new appears or a limit is reached; what was added stays in ``graph``.
 
-    ``since``: the state that the same rules saw before; they look only at later changes.
+    ``since``: a former state (`EGraph.now`) in which the same rules were matched already; they then match only where
+    the e-graph changed. 0: match everywhere.
     """
     start = time.perf_counter()
     applied: dict[str, int] = {}

@@ -1,12 +1,12 @@
-"""`optimize`: a module in, an equivalent and faster module out.
+"""`optimize`: turn a module into an equivalent, faster module.
 
-The module is captured for the batch, its graph is searched (`search`), and graphs that are predicted to be cheaper are
-checked in float64, then timed against the original. Only a graph that is faster here is returned; otherwise the module
-itself.
+The module is captured on a batch, and cheaper equivalent graphs are searched (`search`). Graphs with a lower predicted
+cost are checked in float64, then timed against the original on this machine. If no graph is faster, the module itself
+is returned.
 
-The faster module calls torch's own functions in place of ATen overloads: the same operators, at half the cost of a
-call. On one core of the machine where this was measured a call through ``torch.ops.aten`` takes 2 µs more than one of
-the function that torch's Python binds directly, which is as much as a small operator itself.
+The faster module calls torch's Python functions in place of ATen overloads (``torch.ops.aten``): the same operators,
+with half the overhead of a call. On one core of the machine where this was measured, a call through
+``torch.ops.aten`` takes 2 µs more, which is as long as a small operator itself.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ _CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A graph that was found. ``worst``: largest relative difference in float64.
+    """An equivalent graph that was found.
 
-    ``gains``, of the chosen graph: by rule, the additional seconds of the cheapest graph without the rule's nodes; of
-    many rules, those of the most used. ``speedup`` as measured here, ``spread`` the half width of its 95 % interval;
-    None if not measured.
+    ``worst``: the largest relative difference from the model in float64. ``speedup``: measured time of the model over
+    that of the graph; ``spread``: half the width of the 95 % interval of the speedup; both None if not measured.
+    ``gains``: only for the chosen graph: by rule, the additional seconds of the cheapest graph without the nodes that
+    the rule added. If time runs out, only the rules that added the most nodes have a gain.
     """
 
     name: str
@@ -72,12 +73,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewriting:
-    """The result.
+    """The result of `rewrite_model`.
 
-    ``module`` is the fastest one, which may be the original; ``chosen``: the candidate that it came from.
-
-    ``refused``: graphs that were found but not equal to the model on this batch, with the difference. ``rules``: those
-    that were used.
+    ``module``: the fastest module, which may be the original. ``chosen``: the candidate of that module; None for the
+    original. ``refused``: messages on graphs that were found but do not compute the same as the model on this batch.
+    ``rules``: the rules that were applied. ``source``: the model's graph. ``seconds``: seconds by phase of the search.
     """
 
     module: nn.Module
@@ -91,11 +91,11 @@ class Rewriting:
 
 
 def optimize(module: nn.Module, batch: Any, **options: Any) -> nn.Module:
-    """Return an equivalent module that is faster on batches like this one; the module itself if none was found.
+    """Return an equivalent module that is faster on batches of this size; the module itself if no faster one is found.
 
-    ``batch`` as in `capture_model`: a tensor, a tuple of arguments, or a dict of keyword arguments. A module in
-    training mode is rewritten for training: its forward pass changes, with the same gradients. ``options`` are those of
-    `rewrite_model`, which also reports what was done.
+    ``batch``, as in `capture_model`: a tensor, a tuple of arguments, or a dict of keyword arguments. A module in
+    training mode is rewritten for training: its forward pass changes, and its gradients stay equal. ``options``: the
+    keyword arguments of `rewrite_model`, which also returns a report.
     """
     return rewrite_model(module, batch, **options).module
 
@@ -115,21 +115,21 @@ def rewrite_model(
     threads: int | None = None,
     events: EventSink | None = None,
 ) -> Rewriting:
-    """Search for a faster equivalent of a module on a batch.
+    """Search for an equivalent, faster module, and report on the search.
 
     Args:
-        module: in training mode for training, in evaluation mode for inference.
-        batch: an example batch; the result takes batches of this size.
-        rules: the rules to apply; by default all shipped rules that preserve whether numbers are finite.
-        limits: when to stop applying rules.
-        cost: the cost model; by default that of this machine, which times new calls first.
-        device: the kind of device to estimate for; by default the cost model's only one.
-        measure: time candidates against the original, and take the fastest; otherwise the cheapest by prediction.
-        least_gain: the share by which a graph must be faster, beyond the noise of the timings.
-        rounds: the most timings of each candidate.
-        budget_s: seconds for the timings of calls, and again for those of candidates.
-        threads: threads that torch computes with meanwhile; by default its current number.
-        events: receives progress.
+        module: the model; in training mode it is rewritten for training, in evaluation mode for inference.
+        batch: an example batch; the resulting module accepts only batches of this size.
+        rules: the rules to apply; by default all shipped rules that keep finite numbers finite and others non-finite.
+        limits: limits at which the application of rules stops.
+        cost: the cost model; by default one for this machine's CPU, without measurements: calls are timed when needed.
+        device: the kind of device to estimate for; by default the only kind of the cost model's cluster.
+        measure: True: time candidates against the original, and choose the fastest. False: choose by predicted time.
+        least_gain: the fraction (0.01 is 1 %) by which a graph must be faster, beyond the noise of the timings.
+        rounds: the most rounds of timings (more if all rounds take less than a second); each candidate runs in each.
+        budget_s: seconds for the timings of calls, and again for the timings of candidates.
+        threads: the number of threads that torch uses during the search; by default its current number.
+        events: receives progress events.
 
     Raises CaptureError for a module that cannot be captured, RewriteError for a graph that cannot be rewritten.
     """
@@ -170,8 +170,8 @@ def _rewrite(
     captured, source, tensors = _read(module, batch, events)
     if (count := len(source.terms.needed())) > MOST_OPERATORS:
         raise RewriteError(
-            f"The graph of {type(module).__name__} has {count:,} operators; at most {MOST_OPERATORS:,} are searched at "
-            "once. Rewrite its parts, one by one."
+            f"The graph of {type(module).__name__} has {count:,} operators; expected at most {MOST_OPERATORS:,}. "
+            "Rewrite its submodules one by one."
         )
     clock.lap("capture")
     training = module.training
@@ -289,8 +289,8 @@ def _costs_of(cost: CostModel | None, device: DeviceKind | None) -> tuple[CostMo
         kinds = cost.cluster.device_kinds
         if len(kinds) != 1:
             raise RewriteError(
-                f"The cluster {cost.cluster.name!r} has devices of the kinds {[kind.name for kind in kinds]}; say "
-                "which of them the module will run on."
+                f"The cluster {cost.cluster.name!r} has devices of the kinds {[kind.name for kind in kinds]}; pass the "
+                "kind on which the module will run as device."
             )
         (device,) = kinds
     return cost, device
@@ -310,7 +310,10 @@ def _spaces(
 
 
 def finite_names(source: ReadGraph, *, frozen: bool) -> frozenset[str]:
-    """Return names of stored tensors whose numbers are finite and stay so."""
+    """Return the names of stored tensors that contain only finite numbers and never change.
+
+    Constants never change; ``frozen``: neither do parameters and buffers (inference).
+    """
     found = set()
     for term in source.terms.inputs():
         node = source.terms.nodes[term]
@@ -373,7 +376,7 @@ _LEFT = frozenset({"to", "view", "full", "constant_pad_nd"})
 
 
 def call_directly(module: fx.GraphModule) -> fx.GraphModule:
-    """Return the same module, changed in place: ATen calls of declared operators become calls of torch's functions."""
+    """Replace ATen calls of declared operators by calls of torch's Python functions, in place; return the module."""
     for node in module.graph.nodes:
         # Opaque calls stay as they were.
         if not node.meta.get("declared") or not isinstance(node.target, OpOverload):

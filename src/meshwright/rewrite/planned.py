@@ -1,8 +1,9 @@
-"""The rewritten graph for the planner: algebra and layout searched together.
+"""Rewrite a model for the planner (``plan --rewrite``).
 
-A plan with `Plan.rewritten` is for a graph that was rewritten before planning, at the plan's microbatch size and by
-the datasheet of that kind of device. The result does not depend on the machine or its speed, so that every reader of
-the plan rewrites the model to the same graph, which the plan's hash confirms.
+A plan whose ``rewritten`` names a kind of device is for a graph that was rewritten before planning, at the plan's
+microbatch size, with costs from the datasheet of that kind of device. The result does not depend on the machine that
+rewrites, or on its speed. So every program that uses the plan derives the same graph from the model; the graph's hash
+in the plan confirms that.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _CHOICE_S = 120.0
 
 
 class RewriteTarget(NamedTuple):
-    """The target of a rewrite: a kind of device of a cluster."""
+    """The kind of device for which a model is rewritten, and the cluster that has it."""
 
     cluster: Cluster
     kind: DeviceKind
 
 
 def target_of(plan: Plan) -> RewriteTarget | None:
-    """Return the target that a plan's graph was rewritten for, or None.
+    """Return the target for which a plan's graph was rewritten; None if it was not rewritten.
 
-    Raises PlanError if its cluster lacks that kind of device.
+    Raises PlanError if the plan's cluster lacks that kind of device.
     """
     if not plan.rewritten:
         return None
@@ -56,10 +57,11 @@ def target_of(plan: Plan) -> RewriteTarget | None:
 
 
 def rewrite_source(source: ModelSource, target: RewriteTarget, mode: Literal["training", "inference"]) -> ModelSource:
-    """Return the same model as the cheapest graph by prediction; the source itself if no graph is cheaper.
+    """Return the model as the equivalent graph with the lowest predicted time; ``source`` itself if none is cheaper.
 
-    Existing weights are used to check equality in float64, including gradients; fake ones stay fake. Raises
-    CaptureError for a model that cannot be captured, RewriteError for one that cannot be rewritten.
+    With real weights and inputs, the graphs are checked to be equal in float64, including gradients in training; with
+    fake tensors, nothing is computed. Raises CaptureError for a model that cannot be captured, RewriteError for a model
+    that cannot be rewritten or whose rewritten graph is not equal.
     """
     training = mode == "training"
     captured = capture_model(source.model, source.inputs, mode=mode, verify=False, needs_loss=False)

@@ -1,8 +1,9 @@
-"""Proofs that both sides of a rule have the same number at every index, for all sizes.
+"""Proofs that both sides of a rule have the same elements, for all sizes.
 
-A rule claims that both sides are equal wherever both are well typed. For each `Instance` of the left side, under the
-size conditions that the right side adds, the proof checks that both sides have the same shape and, at a symbolic index,
-the same normal form (`calculus.sums`). There is no search; a rule that is not proved here may still be true.
+A rule claims that both sides are equal wherever both are well typed. For each `Instance` of the left side, restricted
+to sizes at which the right side is well typed, too, the proof checks two things: both sides have the same shape, and
+their elements at a symbolic index have the same normal form (`calculus.sums`). There is no search over axioms. A rule
+that is not proved here may still be true.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MOST_REFINEMENTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """The result for one instance; ``why`` it was not proved."""
+    """The result of the proof for one instance; ``why`` is the reason if it is not proved, else ""."""
 
     instance: Instance
     proved: bool
@@ -36,7 +37,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """``status``: "proved" if all instances are proved, "empty" if there are no instances."""
+    """The results of the proof of a rule, one attempt per instance.
+
+    ``status``: "proved" if all instances are proved, "partly" if only some are, "unproved" if no instance is, "empty"
+    if the rule has no instances.
+    """
 
     rule: Rule
     status: Literal["proved", "partly", "unproved", "empty"]
@@ -44,7 +49,7 @@ class Proof:
 
     @property
     def ranks(self) -> tuple[dict[str, int], ...]:
-        """Dims of the given tensors for which it is proved."""
+        """Combinations of ranks (number of dims by tensor name) of the proved instances, each once."""
         found = [
             {name: len(shape) for name, shape in each.instance.shapes.items()} for each in self.attempts if each.proved
         ]
@@ -52,7 +57,10 @@ class Proof:
 
 
 def prove(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUESTIONS) -> Proof:
-    """Prove a rule for all sizes at all ranks up to ``most_dims``; ``questions``: the most z3 questions per choice."""
+    """Try to prove a rule for all sizes at all ranks up to ``most_dims``.
+
+    ``questions``: the most z3 queries per instance.
+    """
     attempts = []
     for instance in instances(rule, most_dims, questions):
         why = _failure(rule, instance)
@@ -80,22 +88,22 @@ def _failure(rule: Rule, instance: Instance) -> str | None:
     except (IllTypedError, IndexError, ValueError) as error:
         return f"{ILL_TYPED}: {error}"
     except UnlikeError as unlike:
-        return f"the sides have {unlike}"
+        return f"left and right side have {unlike}"
     except SizesDifferError as differ:
-        return f"the sides have other sizes: {differ}"
+        return f"the two sides have different sizes: {differ}"
     except NotExpressibleError as error:
         return f"not expressible: {error}"
     except TooLargeError:
-        return "the normal form grows too large"
+        return "the normal form has too many products"
     return None
 
 
 def fit_right(rule: Rule, instance: Instance) -> None:
-    """Make the right side well typed, too, which may add requirements on the sizes.
+    """Restrict an instance, in place, to sizes at which the right side is well typed and has the shapes of the left.
 
-    Letters that only the right side has are chosen so that it has the shapes of the left, if possible. Raises
-    SizesDifferError if it cannot, IllTypedError if the right side is well typed for no sizes or letters are out of
-    range for some.
+    Letters that occur only on the right side are chosen so that the shapes of both sides agree. Raises UnlikeError or
+    SizesDifferError if the shapes of the two sides differ, IllTypedError if the right side is well typed for no sizes,
+    NotExpressibleError if no values of letters are found or they are out of range for some sizes.
     """
     machine = instance.machine
     new = [name for name, _ in rule.letters if name not in instance.letters]
@@ -122,9 +130,9 @@ def fit_right(rule: Rule, instance: Instance) -> None:
                 raise
             continue
         if not all(machine.facts.implies(frozenset(), guard) for guard in owed):
-            raise NotExpressibleError("attributes of the right side that fit are out of range for some sizes")
+            raise NotExpressibleError("the attributes that the right side needs are out of range for some sizes")
         return
-    raise NotExpressibleError("attributes of the right side that fit were not found")
+    raise NotExpressibleError("no attributes were found that give the right side the shapes of the left side")
 
 
 class UnlikeError(Exception):
@@ -158,7 +166,11 @@ def _difference(machine: Symbols, left: Indexed, right: Indexed) -> str | None:
 
 
 def number_at(rule: Rule, instance: Instance, output: int) -> tuple[list[str], list[str]]:
-    """Return the index and, case by case, the normal form of a proved output's number there."""
+    """Return (index, lines) for output ``output`` of a proved instance.
+
+    ``index``: a symbolic index, one text per dim. ``lines``: the normal form of the element there, one line per case,
+    with the case's condition.
+    """
     (tensor,) = instance.results([rule.left[output]])
     machine = instance.machine
     index = [machine.index(size) for size in tensor.shape]
@@ -187,5 +199,5 @@ def _refined(machine: Symbols, index: list[Polynomial], refine: RefineError) -> 
 
 
 def describe_sizes(shapes: dict[str, tuple[Polynomial, ...]]) -> str:
-    """Return shapes in words."""
+    """Return symbolic shapes as text, for example "x: (x.0, x.1), y: (x.1, y.1)"."""
     return ", ".join(f"{name}: ({', '.join(map(str, shape))})" for name, shape in shapes.items())

@@ -1,4 +1,4 @@
-"""The result of a rewriting: rows and a page with both graphs, rules, proofs and gains; why a rule holds, in words."""
+"""Reports on a rewriting (rows, a sentence, an HTML page with both graphs and the rules), and on a rule's proof."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _MOST_CHARACTERS = 2000
 
 
 def explain_rule(rule: Rule, most_dims: int = MOST_DIMS) -> Iterator[str]:
-    """Return lines that explain a rule's verdict: the sizes that fit both sides, and the number of both at an index.
+    """Yield lines that explain the verdict on a rule.
 
-    The proof is that of the first ranks for which there is one.
+    For a proved rule, the lines show one proved instance: the symbolic sizes, and the normal form of both sides'
+    element at a symbolic index.
     """
     verdict = verify(rule, most_dims=most_dims)
     yield f"{rule.name}: {rule}"
@@ -53,7 +54,12 @@ def _shown(rule: Rule, attempt: Attempt) -> Iterator[str]:
 
 
 def rule_rows(candidate: Candidate, rules: Guided) -> list[dict[str, Any]]:
-    """Return the rules that led to a graph: number of operators, gain, both sides, and proof."""
+    """Return one row for each rule that led to a graph, the rule with the largest gain first.
+
+    Keys: ``rule``; ``num_operators``, the operators that the rule added; ``num_equal``, the terms of the original graph
+    that it showed to be equal to another; ``gain_s``, seconds (None if unknown); ``left`` and ``right``; ``proof``;
+    ``source``.
+    """
     ways = {way.rule.name: way for way in (*rules.simplify, *rules.explore, *rules.merge, *rules.fold)}
     rows = []
     made, united = candidate.found.rules, candidate.found.united
@@ -75,7 +81,7 @@ def rule_rows(candidate: Candidate, rules: Guided) -> list[dict[str, Any]]:
 
 
 def proof_text(way: Directed) -> str:
-    """Return the tensors for which a rule is proved."""
+    """Return, in words, the numbers of dims for which a rule is proved."""
     assert way.ranks is not None
     by_name = [dict(each) for each in way.ranks]
     dims = sorted({", ".join(str(each[name]) for name in way.rule.names) for each in by_name})
@@ -84,7 +90,7 @@ def proof_text(way: Directed) -> str:
 
 
 def operator_rows(terms: Terms) -> list[tuple[str, str, str]]:
-    """Return (name, operator with operands and attributes, type) of each term that outputs need."""
+    """Return (name, call with operands and attributes, type) of each operator that the outputs need, as text."""
     names: dict[int, str] = {}
     rows: list[tuple[str, str, str]] = []
     for term in terms.needed():
@@ -120,7 +126,7 @@ code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
 
 
 def report_page(title: str, rewriting: Rewriting) -> str:
-    """Return one HTML page without scripts: what was found and chosen, the rules, and both graphs side by side."""
+    """Return an HTML page without scripts: candidates, the chosen one, its rules, and both graphs side by side."""
     before = operator_rows(rewriting.source.terms)
     best = rewriting.chosen or (rewriting.candidates[0] if rewriting.candidates else None)
     parts = [
@@ -132,20 +138,24 @@ def report_page(title: str, rewriting: Rewriting) -> str:
         parts.append(_rules(best, rewriting.rules))
         after = operator_rows(best.found.terms)
         parts.append(
-            "<h2>Operators</h2><p>Without what is computed once from weights. Coloured: what only one of both has.</p>"
+            "<h2>Operators</h2><p>Operators that are computed only once, from weights alone, are not listed. Coloured: "
+            "operators whose name and result type occur in only one of the two graphs.</p>"
             f"<div class=graphs>{_graph('before', before, after, 'gone')}{_graph('after', after, before, 'new')}</div>"
         )
     return "".join(parts) + "</html>\n"
 
 
 def summary(rewriting: Rewriting) -> str:
-    """Return one sentence on the result."""
+    """Return one sentence on the result: the speedup of the chosen graph, or why the model stays as it is."""
     if rewriting.refused and rewriting.chosen is None:
-        return f"What was found is not equal to the model on this batch, which stays as it is. {rewriting.refused[0]}"
+        return (
+            "Graphs that are not equal to the model on this batch were dropped, and no faster graph is left; the model "
+            f"stays as it is. {rewriting.refused[0]}"
+        )
     if not rewriting.candidates:
         return "No rule leads to a different graph; the model stays as it is."
     if rewriting.chosen is None:
-        return "No graph that was found is faster here than the model itself, which stays as it is."
+        return "No graph that was found is faster than the model on this machine; the model stays as it is."
     chosen = rewriting.chosen
     measured = (
         ""
@@ -166,8 +176,9 @@ def _candidates(rewriting: Rewriting) -> str:
             f"<td class=number>{each.found.after_s * 1e3:.3f}<td class=number>{speed}<td class=number>{each.worst:.0e}"
         )
     return (
-        "<h2>Graphs that were found</h2><table><tr><th>by<th>predicted before, ms<th>after, ms<th>times as "
-        f"fast, measured<th>difference in float64{''.join(rows)}</table>"
+        "<h2>Graphs that were found</h2><table><tr><th>found by<th>predicted time of the model, ms<th>of the graph, ms"
+        "<th>times as fast as the model, measured<th>largest relative difference in float64"
+        f"{''.join(rows)}</table>"
     )
 
 
@@ -180,8 +191,10 @@ def _rules(candidate: Candidate, rules: Guided) -> str:
         for row in rule_rows(candidate, rules)
     ]
     return (
-        "<h2>Rules</h2><p>Gain: what the cheapest graph without the rule's operators takes more, by the "
-        "measured costs.</p><table><tr><th>rule<th>operators<th>found equal<th>gain, µs<th>says<th>proved"
+        "<h2>Rules</h2><p>Operators: the operators of the chosen graph that the rule added. Shown equal: the operators "
+        "of the model that the rule showed to be equal to another. Gain: the additional time of the cheapest graph "
+        "that uses no operator of the rule.</p><table><tr><th>rule<th>operators<th>shown equal<th>gain, µs"
+        "<th>left = right<th>proved"
         f"{''.join(rows)}</table>"
     )
 

@@ -1,4 +1,8 @@
-"""`Rule`: two sides of expressions that compute the same tensors; files of rules (`read_rules`); kinds of elements."""
+"""`Rule`: two sides, each of one or more expressions, that compute the same tensors.
+
+Also reads files of rules (`read_rules`) and finds rules whose operators demand different kinds of elements
+(`conflict`).
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """``left[i]`` may be replaced by ``right[i]``, all outputs at once, if all conditions of ``when`` hold.
+    """A rewrite rule: each output ``left[i]`` equals ``right[i]`` if all conditions of ``when`` hold.
 
-    ``ranks``: dims of tensors by name, if the rule is meant for these only. ``source``: its origin: a file and a
-    position in it, or how it was found.
+    All outputs of a rule are replaced together. ``ranks``: (tensor, number of dims) pairs, if the rule holds only for
+    tensors of these ranks. ``source``: where the rule comes from: a file and a position in it, or how it was found.
     """
 
     name: str
@@ -55,22 +59,29 @@ class Rule:
             unknown = (tensors - known) | (used - letters)
             if unknown:
                 raise RewriteError(
-                    f"Rule {self.name!r} has the condition {condition}, but neither side has {sorted(unknown)}."
+                    f"Rule {self.name!r} has the condition {condition}, but the names {sorted(unknown)} occur on "
+                    "neither side of the rule."
                 )
         missing = {name for side in (*self.left, *self.right) for name in shape_names(side)} - {
             name for side in (*self.left, *self.right) for name in given_names(side)
         }
         if missing:
-            raise RewriteError(f"Rule {self.name!r} reads the shape of {sorted(missing)}, which neither side has.")
+            raise RewriteError(
+                f"Rule {self.name!r} reads the shape of {sorted(missing)}, but neither side has a tensor of that name."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the tensors that are given, in order of first use, those of the left first."""
+        """Names of the rule's tensors, in order of first use, left side first."""
         return tuple(dict.fromkeys(name for side in (*self.left, *self.right) for name in names_of(side)))
 
     @property
     def letters(self) -> tuple[tuple[str, str], ...]:
-        """Return (letter, the first "operator.attribute" that it is, "" if only a part of some), left before right."""
+        """(name, role) of each letter (symbolic attribute), in order of first use, left side first.
+
+        The role is the first "operator.attribute" that the letter fills by itself; "" if the letter occurs only inside
+        tuples and formulas.
+        """
         found: dict[str, str] = {}
         for side in (*self.left, *self.right):
             for place, letter in letters_of(side):
@@ -91,7 +102,10 @@ def rule_of(
     ranks: Mapping[str, int] | None = None,
     source: str = "",
 ) -> Rule:
-    """Return a rule from texts. Raises RewriteError for invalid ones."""
+    """Return the rule that texts describe (syntax: `expressions`); several outputs are given as sequences.
+
+    Raises RewriteError for invalid texts.
+    """
     sides = [tuple(map(parse, [side] if isinstance(side, str) else side)) for side in (left, right)]
     return Rule(
         name=name,
@@ -110,21 +124,24 @@ _KEYS = {"name", "left", "right", "when", "ranks", "source"}
 # Files are TOML tables ``[[rule]]`` with name, left, right and, if needed, when, ranks and source; for example left
 # "matmul(x, concat(y, z, axis=1))" and right "concat(matmul(x, y), matmul(x, z), axis=1)" with ranks x = 2.
 def read_rules(path: str | Path) -> list[Rule]:
-    """Return the rules of a file, in order. Raises RewriteError with the position of the error."""
+    """Return the rules of a TOML file, in order. Raises RewriteError with the number of the rule that is invalid."""
     place = Path(path)
     try:
         if place.stat().st_size > _MOST_BYTES:
-            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes; a file of rules is smaller.")
+            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes, the most that a file of rules may have.")
         document = tomllib.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RewriteError(f"{place} cannot be read: {error.strerror}. Give a file of rules.") from error
+        raise RewriteError(f"{place} cannot be read: {error.strerror}. Give the path of a file of rules.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RewriteError(f"{place} is not a TOML file ({error}); write rules as [[rule]] tables.") from error
     return parse_rules(document, str(place))
 
 
 def parse_rules(document: dict[str, Any], place: str) -> list[Rule]:
-    """Return the rules of a document that was read from ``place``."""
+    """Return the rules of a parsed TOML document; ``place``, a path, names its origin in error messages.
+
+    Raises RewriteError for an invalid document or rule.
+    """
     entries = document.get("rule")
     if set(document) - {"rule", "title", "about"} or not isinstance(entries, list) or not entries:
         raise RewriteError(
@@ -134,7 +151,10 @@ def parse_rules(document: dict[str, Any], place: str) -> list[Rule]:
     for number, entry in enumerate(entries, 1):
         where = f"Rule {number} of {place}"
         if not isinstance(entry, dict) or set(entry) - _KEYS or not {"left", "right"} <= set(entry):
-            raise RewriteError(f"{where} has {sorted(entry)}; expected left and right, and at most {sorted(_KEYS)}.")
+            raise RewriteError(
+                f"{where} has the keys {sorted(entry)}; expected left and right, and no other keys than "
+                f"{sorted(_KEYS)}."
+            )
         try:
             rules.append(_rule(entry, f"{Path(place).stem} {number}"))
         except RewriteError as error:
@@ -162,7 +182,7 @@ _NUMBER, _WHOLE, _TRUTH = "floating-point numbers", "whole numbers", "truth valu
 
 
 def kind_of(dtype: str) -> str:
-    """Return the kind of a dtype's values."""
+    """Return the kind of a dtype's values: floating-point numbers, whole numbers or truth values."""
     if dtype == "bool":
         return _TRUTH
     return _NUMBER if dtype.startswith(("float", "bfloat")) else _WHOLE
@@ -226,7 +246,7 @@ class _Kinds:
 # Kinds of tensor elements are floats, whole numbers or truth values; a rule that would mix them never applies.
 # Arithmetic is about floating-point numbers: whole ones overflow and divide differently, truth values do not add.
 def conflict(rule: Rule) -> str | None:
-    """Return why no tensors fit both sides of a rule because of their kinds; None if some do."""
+    """Return why a rule can never apply because operators demand different kinds of one tensor; None if it can."""
     kinds = _Kinds()
     try:
         for left, right in zip(rule.left, rule.right, strict=True):

@@ -1,8 +1,8 @@
-"""The effect of a rule on numbers that are not finite.
+"""The effect of a rule on NaN and infinity (special numbers), found by trials.
 
-``x * 0 = 0`` is true for numbers and false for infinity; ``x - x = 0`` is false for NaN: such a rule loses them, and
-is used only if its tensors are known to be finite. A product in another order keeps them in place, but may turn
-infinity into NaN.
+``x * 0 = 0`` is true for finite numbers and false for infinity; ``x - x = 0`` is false for NaN. Such a rule loses
+special numbers, and is used only if its tensors are known to be finite. A product that is computed in another order
+keeps special numbers in their positions, but may turn infinity into NaN.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Special:
-    """Names of a rule's tensors whose special numbers are not preserved.
+    """Names of a rule's tensors whose NaN and infinity have another effect on the two sides.
 
-    ``lost``: a result becomes finite, or moves. ``changed``: non-finite results stay in the same positions, as NaN
-    instead of infinity or the reverse.
+    ``lost``: non-finite results occur in different positions on the two sides, or finite results differ. ``changed``:
+    non-finite results stay in the same positions, but NaN becomes infinity or the reverse.
     """
 
     lost: tuple[str, ...] = ()
@@ -39,14 +39,15 @@ class Special:
 
     @property
     def kept(self) -> bool:
-        """Whether all special numbers are preserved."""
+        """True if the rule preserves NaN and infinity of all its tensors."""
         return not self.lost and not self.changed
 
 
 def special_numbers(rule: Rule, *, seed: int = 0, most_dims: int = MOST_DIMS) -> Special:
     """Return the effect of a rule on a single NaN or infinity in one of its tensors.
 
-    Tried at a few sizes of each choice of ranks and dims; if no trial of a rule is possible, all tensors count as lost.
+    A trial puts one special number at a random position of one tensor and compares both sides in float64. Each choice
+    of ranks and dims is tried at a few sizes. If no trial is possible, all tensors of the rule count as ``lost``.
     """
     rng = np.random.default_rng(seed)
     lost: set[str] = set()

@@ -1,9 +1,9 @@
-"""`Terms`: the graph to rewrite: operators applied to operands, each term once.
+"""`Terms`: the graph that is rewritten, as a list of nodes (an operator applied to operands).
 
-A term is the number of a node; equal nodes are one (common subexpressions cannot occur twice). Beside the declared
-operators there are ``input`` (a given tensor), ``opaque`` (an undeclared torch call, kept unchanged) and ``item`` (one
-of several results of an opaque node). Opaque nodes that draw random numbers or write to memory are ordered by a token:
-each takes the last one's.
+A term is the index of a node in that list. Equal nodes are stored once, so common subexpressions cannot occur twice.
+Beside the declared operators there are three special ones: ``input`` (an input or weight of the graph), ``opaque`` (an
+undeclared torch call, kept unchanged) and ``item`` (one of several results of an opaque node). Opaque nodes that draw
+random numbers or write to memory keep their order by a token: each reads the token of the previous one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKEN_DTYPE = "token"
 
 
 class TensorType(NamedTuple):
-    """Sizes and dtype."""
+    """Shape and dtype of a tensor; ``dtype`` is a torch dtype's name without "torch.", or "token"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,20 +40,20 @@ TOKEN = TensorType((), TOKEN_DTYPE)
 
 
 class TermNode(NamedTuple):
-    """An operator applied to terms; attributes in the operator's order."""
+    """An operator applied to terms; ``attributes`` has (name, value) pairs in the operator's order."""
 
     operator: str
     operands: tuple[int, ...] = ()
     attributes: tuple[tuple[str, Any], ...] = ()
 
     def attribute(self, name: str) -> Any:
-        """Return the attribute's value."""
+        """Return the value of the attribute ``name``."""
         return dict(self.attributes)[name]
 
 
 @dataclass(slots=True, eq=False)
 class Terms:
-    """Nodes with the types of their results; ``outputs`` are the graph's outputs, in order."""
+    """A graph of terms: ``types[i]`` is the type of the result of ``nodes[i]``; ``outputs`` are the graph's outputs."""
 
     nodes: list[TermNode] = field(default_factory=list)
     types: list[TensorType] = field(default_factory=list)
@@ -61,11 +61,14 @@ class Terms:
     _known: dict[TermNode, int] = field(default_factory=dict)
 
     def input(self, name: str, type_: TensorType, kind: InputKind) -> int:
-        """Add a tensor that is given; return its term."""
+        """Add an input tensor or a stored tensor (parameter, buffer, constant); return its term."""
         return self.add(TermNode(INPUT, (), (("name", name), ("kind", kind))), type_)
 
     def apply(self, operator: str, *operands: int, **attributes: Any) -> int:
-        """Apply a declared operator to terms. Raises IllTypedError if they do not fit."""
+        """Apply a declared operator to terms; return the result's term.
+
+        Raises IllTypedError if the operator does not accept operands of these shapes or dtypes.
+        """
         declared = OPERATORS[operator]
         node = TermNode(operator, operands, tuple((name, attributes[name]) for name in declared.attributes))
         if node in self._known:
@@ -75,9 +78,10 @@ class Terms:
     def opaque(
         self, key: str, operands: Iterable[int], types: Sequence[TensorType], *, several: bool = False
     ) -> tuple[int, ...]:
-        """Add an unknown call with these results; ``key`` identifies it for writing the graph.
+        """Add an undeclared torch call whose results have the given types; return one term for each result.
 
-        ``several``: it returns a tuple, also of one result.
+        ``key`` identifies the call when the graph is written. ``several``: the call returns a tuple, even if it has
+        only one result.
         """
         node = TermNode(OPAQUE, tuple(operands), (("key", key),))
         if len(types) == 1 and not several:
@@ -88,7 +92,7 @@ class Terms:
         )
 
     def needed(self, outputs: Iterable[int] | None = None) -> list[int]:
-        """Return the terms that outputs need, operands first."""
+        """Return the terms from which ``outputs`` are computed, operands first; by default those of the graph."""
         marked = set()
         todo = list(self.outputs if outputs is None else outputs)
         while todo:
@@ -99,11 +103,11 @@ class Terms:
         return sorted(marked)
 
     def inputs(self) -> Iterator[int]:
-        """Return terms that are given, in order."""
+        """Yield the terms of input nodes (inputs of the model and stored tensors), in order."""
         return (i for i, node in enumerate(self.nodes) if node.operator == INPUT)
 
     def add(self, node: TermNode, type_: TensorType) -> int:
-        """Add a node whose result is known to have this type."""
+        """Add a node whose result has the type ``type_``; return its term, which may exist already."""
         if node in self._known:
             return self._known[node]
         if any(size < 0 for size in type_.shape):
@@ -115,7 +119,10 @@ class Terms:
 
 
 def type_of(node: TermNode, operands: Sequence[TensorType]) -> TensorType:
-    """Return the type of a declared operator's result. Raises IllTypedError where operands do not fit."""
+    """Return the type of a declared operator's result for operands of these types.
+
+    Raises IllTypedError if the operator does not accept them.
+    """
     return _typed(node.operator, tuple(operands), node.attributes)
 
 

@@ -1,6 +1,6 @@
-"""`verify`: decide whether a rule is true.
+"""`verify`: decide whether both sides of a rule compute the same tensors.
 
-A rule is proved for all sizes, refuted by an example, only tested, or never applicable, with the reason.
+The verdict on a rule is one of: proved for all sizes, refuted by a counter-example, only tested, or never applicable.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ Status = Literal["proved", "refuted", "tested", "never fits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict on a rule, and ``why``.
+    """The verdict on a rule; ``why`` gives the reason in words.
 
-    ``status``: "proved" for all sizes; "refuted"; "tested": no trial of ``num_agreed`` disagreed, but no proof was
-    found; "never fits": both sides are well typed for no sizes, or only for some that no trial can hold.
+    ``status``: "proved": proved for all sizes. "refuted": ``counter_example`` shows that the sides differ. "tested":
+    no trial found a difference, but there is no proof. "never fits": no sizes exist at which both sides are well
+    typed, or only sizes too large for a trial. ``num_agreed``: the number of trials in which both sides were equal.
     """
 
     rule: Rule
@@ -33,7 +34,11 @@ class Verdict:
 
 
 def verify(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MOST_DIMS) -> Verdict:
-    """Try to prove the rule, and to refute it by trials at ``num_sizes`` sets of sizes per choice of ranks and dims."""
+    """Return the verdict on a rule: try to prove it, and try to refute it by trials on random tensors.
+
+    ``num_sizes``: the number of trials, each with other sizes, per choice of ranks and dims. ``most_dims``: the most
+    dims of a tensor.
+    """
     proof = prove(rule, most_dims)
     tried = [attempt.instance for attempt in proof.attempts]
     trials = try_rule(rule, num_sizes=num_sizes, seed=seed, among=tried)
@@ -47,13 +52,13 @@ def verify(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MO
         status, why = "refuted", str(trials.counter_example)
     elif proof.ranks and not fitting and not trials.num_agreed:
         # A proof counts only after its definitions were tested by trials.
-        status, why = "never fits", "its sizes are too large for any trial"
+        status, why = "never fits", "all sizes at which both sides are well typed are too large for a trial"
     elif proof.ranks and not fitting:
         status, why = "proved", _ranks_text(proof)
     elif fitting:
         status, why = "tested", f"{describe_sizes(fitting[0].instance.shapes)}: {fitting[0].why}"
     else:
-        status, why = "never fits", open_[0].why if open_ else "the left side is well typed for no sizes"
+        status, why = "never fits", open_[0].why if open_ else "there are no sizes at which the left side is well typed"
     return Verdict(
         rule=rule,
         status=status,

@@ -1,4 +1,4 @@
-"""Write a chosen graph as an fx graph with the same numerical behaviour as the model."""
+"""Write a graph that the search chose as an fx graph, and check that it computes the same as the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def write_found(found: FoundGraph, source: ReadGraph, *, training: bool) -> fx.GraphModule:
-    """Return the graph, its constants computed beforehand; frozen weights are constants."""
+    """Return the graph as a module whose constants are already computed.
+
+    ``source``: the model's graph. In inference (``training`` False) weights count as constants.
+    """
     terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
     return write_graph(terms, source, effects=effects, held=held)
 
@@ -33,7 +36,11 @@ def check_found(
     *,
     training: bool,
 ) -> float:
-    """Return the largest relative difference in float64. Raises RewriteError if the graph is not equal to the model."""
+    """Compare a written graph with the model on a batch; return the largest relative difference in float64.
+
+    ``tensors``: the batch, flattened. In training, gradients are compared, too. Raises RewriteError if the graph and
+    the model differ by more than rounding.
+    """
     original = write_graph(source.terms, source, effects=source.effects)
     # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
     worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)

@@ -1,10 +1,14 @@
-"""The calculus of indices: the value of a tensor at an index, as a formula (to prove) or as a number (to compute).
+"""The element of a tensor at an index, as a symbolic formula (for proofs) or as a number (for trials).
 
-Symbols for sizes and indices are called **letters**.
+Symbols for sizes, indices and attributes are called **letters**. Modules:
 
-`whole` polynomials of sizes and indices, and the interface for definitions · `facts` what follows from their bounds
-· `sums` the normal form of a number · `symbols` runs definitions over letters · `arrays` over numbers of `fields`.
-Proofs need z3 and are imported from their modules; computation is exported here.
+* `whole`: polynomials in letters, and `Arithmetic`, the interface that operator definitions use;
+* `facts`: bounds of letters, and what follows from them;
+* `sums`: the normal form of an element;
+* `symbols`: `Arithmetic` on letters, for proofs;
+* `arrays`: `Arithmetic` on numbers, for trials; `fields`: the numbers.
+
+This package exports only what computes; modules for proofs need z3 and are imported directly.
 """
 
 from meshwright.rewrite.calculus.arrays import Arrays

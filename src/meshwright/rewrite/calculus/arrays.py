@@ -1,7 +1,7 @@
-"""`Arrays`: the machine that runs definitions for sizes that are numbers, over doubles or a prime field.
+"""`Arrays`: the arithmetic that computes operator definitions for numeric sizes, over doubles or a prime field.
 
-All indices of a result, and of the sums inside of it, are computed at once: an index is an array of whole numbers along
-an axis of its own, a scalar an array over all axes. Axis 0 is a batch of independent draws.
+All elements of a result, and all terms of the sums in them, are computed at once. An index is an array of whole numbers
+along its own axis; a scalar is an array that broadcasts over all axes. Axis 0 counts independent random draws.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_ELEMENTS = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """Scalars at many indices; ``values``: (draws, axes...)."""
+    """A scalar of a definition at all indices at once; ``values`` has the shape (draws, one axis per index...)."""
 
     numbers: NumberField
     values: NDArray[Any]
@@ -48,16 +48,19 @@ class Element:
 
 @dataclass(slots=True)
 class Arrays:
-    """Runs definitions over arrays of ``numbers``."""
+    """An `Arithmetic` whose scalars are arrays of elements of the number system ``numbers``."""
 
     numbers: NumberField
     _axis: int = field(default=1, init=False)
 
     def compute(self, result: Indexed) -> NDArray[Any]:
-        """All numbers of a result: (draws, sizes...). Raises IllTypedError for a result that is too large."""
+        """Return all elements of a result, shape (draws, sizes...).
+
+        Raises IllTypedError if the result is empty or its computation is too large.
+        """
         rank = result.rank
         if min(result.shape, default=1) < 1:
-            raise IllTypedError(f"a result of sizes {result.shape}")
+            raise IllTypedError(f"the result would be empty: its sizes are {result.shape}")
         self._axis = 1 + rank
         index = [self._places(axis + 1, size) for axis, size in enumerate(result.shape)]
         values = result.at(*index).values
@@ -66,21 +69,21 @@ class Arrays:
         return np.ascontiguousarray(full.reshape(draws, *result.shape))
 
     def operand(self, values: NDArray[Any]) -> Indexed:
-        """Return the tensor of (draws, sizes...) numbers."""
+        """Return the tensor whose elements are ``values``, shape (draws, sizes...)."""
         return Indexed(tuple(values.shape[1:]), lambda *index: self._gathered(values, index))
 
     def total(self, extent: int, body: Callable[[Any], Element]) -> Element:
-        """Return the sum over an index."""
+        """Return the sum of ``body(k)`` over 0 <= k < extent."""
         values, axis = self._spread(extent, body)
         return Element(self.numbers, self.numbers.reduce(values.sum(axis=axis, keepdims=True)))
 
     def largest(self, extent: int, body: Callable[[Any], Element]) -> Element:
-        """Return the largest over an index."""
+        """Return the largest ``body(k)`` over 0 <= k < extent."""
         values, axis = self._spread(extent, body)
         return Element(self.numbers, self._unordered(self._ordered(values).max(axis=axis, keepdims=True)))
 
     def lowest(self) -> Element:
-        """Return a value below all numbers."""
+        """Return a value that is not above any number: -inf, or the lowest element of the field."""
         low = -np.inf if self.numbers.dtype is np.float64 else self._unordered(np.array(-(PRIME // 2)))
         return self._constant(low)
 
@@ -100,56 +103,56 @@ class Arrays:
         return Element(self.numbers, np.where(condition, then.values, otherwise.values))
 
     def select(self, truth: Element, then: Element, otherwise: Element) -> Element:
-        """Return ``then`` where ``truth`` is 1, ``otherwise`` where it is 0; the other one may be infinite."""
+        """Return ``then`` where ``truth`` is 1, ``otherwise`` where it is 0; the value not chosen may be infinite."""
         if self.numbers.dtype is np.float64:
             return Element(self.numbers, np.where(truth.values != 0, then.values, otherwise.values))
         # Over a field, the condition tensor holds arbitrary numbers; the formula as a whole is compared.
         return truth * then + (self.number(1) - truth) * otherwise
 
     def apply(self, function: str, *arguments: Element) -> Element:
-        """Return a function of scalars."""
+        """Return the value of a function of `functions.FUNCTIONS` at scalars."""
         return Element(self.numbers, self.numbers.apply(function, *(argument.values for argument in arguments)))
 
     def number(self, value: float | Fraction) -> Element:
-        """Return a constant."""
+        """Return a constant as a scalar."""
         return self._constant(self.numbers.constant(Fraction(value)))
 
     def inverse_size(self, extent: int) -> Element:
-        """One divided by a size."""
+        """Return one divided by a size."""
         return self.number(Fraction(1, extent))
 
     def divided(self, index: Any, by: int) -> tuple[Any, Any]:
-        """Return the quotient, rounded down, and the remainder."""
+        """Return (quotient rounded down, remainder) of an index."""
         return index // by, index % by
 
     def looked_up(self, value: Element, extent: int) -> Any:
-        """Return a scalar as an index."""
+        """Return a scalar as an index: its whole part modulo ``extent``."""
         return np.asarray(value.values, np.int64) % extent
 
     def same(self, one: int, other: int, why: str) -> None:
-        """Demand that two sizes are equal."""
+        """Raise IllTypedError, with ``why``, unless two sizes are equal."""
         if one != other:
             raise IllTypedError(f"{why}: {one} and {other}")
 
     def repeats(self, size: int, wanted: int, why: str) -> bool:
-        """Return whether a size of 1 is repeated to another; otherwise both have to be equal."""
+        """Return whether a dim of size 1 is repeated to ``wanted``; raise IllTypedError unless size is 1 or wanted."""
         if size != 1:
             self.same(size, wanted, why)
         return bool(size == 1 and wanted != 1)
 
     def quotient(self, extent: int, by: int, why: str) -> int:
-        """Return the whole quotient of a size that must be divisible."""
+        """Return extent / by; raise IllTypedError unless ``extent`` is a multiple of ``by``."""
         if by < 1 or extent % by:
             raise IllTypedError(f"{why}: {extent} is not a multiple of {by}")
         return extent // by
 
     def ordered(self, low: int, high: int, why: str) -> None:
-        """Demand that one size is not above another."""
+        """Raise IllTypedError, with ``why``, unless low <= high."""
         if low > high:
-            raise IllTypedError(f"{why}: {low} above {high}")
+            raise IllTypedError(f"{why}: {low} is above {high}")
 
     def floored(self, number: int, by: int) -> int:
-        """Return the quotient, rounded down."""
+        """Return number / by, rounded down."""
         return number // by
 
     def _places(self, axis: int, size: int) -> NDArray[Any]:
@@ -160,7 +163,7 @@ class Arrays:
 
     def _spread(self, extent: int, body: Callable[[Any], Element]) -> tuple[NDArray[Any], int]:
         if extent < 1:
-            raise IllTypedError(f"an index over {extent} numbers")
+            raise IllTypedError(f"a sum or maximum runs over {extent} values; expected at least 1")
         axis = self._axis
         self._axis += 1
         try:
@@ -169,7 +172,7 @@ class Arrays:
             self._axis = axis
         shape = (*values.shape[:axis], extent, *values.shape[axis + 1 :])
         if np.prod(shape, dtype=np.float64) > _MOST_ELEMENTS:
-            raise IllTypedError("more numbers than `Arrays` is meant for")
+            raise IllTypedError(f"an intermediate array would have more than {_MOST_ELEMENTS:,} elements")
         return np.broadcast_to(values, shape), axis
 
     def _gathered(self, values: NDArray[Any], index: Sequence[Any]) -> Element:

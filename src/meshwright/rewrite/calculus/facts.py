@@ -1,8 +1,9 @@
-"""Known bounds of letters, and what follows from them.
+"""Known bounds of letters (symbolic sizes and indices), and the inequalities that follow from them.
 
-A **guard** is a polynomial that is at least 0. Most questions are answered by substituting bounds for letters, or by
-an example among a few hundred random sizes and indices; z3 decides the rest, for all sizes at once. If z3 does not
-know, a guard counts as not implied, and a set of guards as possible, so that nothing false is proved.
+A **guard** is a polynomial g that stands for the inequality g >= 0. Most questions are answered by inserting bounds for
+letters, or by an example among a few hundred random sizes and indices. z3 (an SMT solver) decides the rest for all
+sizes at once. If z3 finds no answer, a guard counts as not implied, and a set of guards as possible, so that nothing
+false is proved.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _EXAMPLE_SPREAD = 6
 
 
 class LetterBounds:
-    """Bounds of letters (symbolic sizes and indices); letters are only added, so that answers can be cached."""
+    """Bounds of letters, and assumptions on them. Letters are only added, so that answers can be cached.
+
+    ``questions``: the most queries to z3; further questions count as unanswered.
+    """
 
     def __init__(self, questions: int = MOST_QUESTIONS) -> None:
         self._bounds: dict[Letter, tuple[Polynomial, Polynomial | None]] = {}
@@ -45,7 +49,10 @@ class LetterBounds:
         self.questions_left = questions
 
     def declare(self, letter: Letter, low: int | Polynomial, high: int | Polynomial | None = None) -> Polynomial:
-        """Declare that ``low <= letter < high``; returns the letter as a number."""
+        """Declare that ``low <= letter < high`` (None: no upper bound); return the letter as a polynomial.
+
+        A letter that is declared already keeps its bounds.
+        """
         if letter not in self._bounds:
             self._bounds[letter] = (Polynomial.of(low), None if high is None else Polynomial.of(high))
             self._order[letter] = len(self._order)
@@ -53,18 +60,18 @@ class LetterBounds:
         return Polynomial.letter(letter)
 
     def fresh(self, prefix: str, low: int | Polynomial, high: int | Polynomial | None = None) -> Polynomial:
-        """Return a new letter that does not exist yet."""
+        """Declare a new letter whose name starts with ``prefix``; return it as a polynomial."""
         return self.declare(f"{prefix}{len(self._order)}", low, high)
 
     def assume(self, guard: Guard) -> None:
-        """Assume that a guard holds everywhere."""
+        """Assume that guard >= 0 for all sizes and indices."""
         if not self._at_least_0(guard):
             self._assumed.append(guard)
             self._sound &= self._values(guard) >= 0
             self._kept.clear()
 
     def allows(self, values: Mapping[Letter, Polynomial]) -> bool:
-        """Return whether the assumptions on letters with a value in ``values`` hold; others are not checked."""
+        """Return whether all assumptions hold that become numbers when ``values`` replace letters."""
         for guard in self._assumed:
             number = guard.substitute(values).constant
             if number is not None and number < 0:
@@ -72,7 +79,7 @@ class LetterBounds:
         return True
 
     def assume_equal(self, one: Polynomial, other: Polynomial) -> None:
-        """Assume that two numbers are equal everywhere."""
+        """Assume that two polynomials are equal for all sizes and indices."""
         difference = self._reduced(one - other)
         if difference.terms:
             self._zeros.append(difference)
@@ -80,7 +87,7 @@ class LetterBounds:
             self.assume(-difference)
 
     def are_equal(self, one: Polynomial, other: Polynomial) -> bool:
-        """Return whether it follows that two numbers are equal."""
+        """Return whether the equality of two polynomials follows from bounds and assumptions."""
         difference = self._reduced(one - other)
         if not difference.terms:
             return True
@@ -96,7 +103,7 @@ class LetterBounds:
         return number
 
     def floored(self, number: Polynomial, by: Polynomial) -> Polynomial:
-        """Return the letter of a quotient that is rounded down; equal numbers give the same letter."""
+        """Return a letter that stands for number / by, rounded down; equal arguments give the same letter."""
         if (number, by) not in self._quotients:
             quotient = self.fresh("f", 0)
             self._quotients[number, by] = quotient
@@ -105,20 +112,20 @@ class LetterBounds:
         return self._quotients[number, by]
 
     def least(self, letter: Letter) -> Polynomial:
-        """Return the lower bound of a letter."""
+        """Return the lower bound of a letter (inclusive)."""
         return self._bounds[letter][0]
 
     def is_positive(self, letter: Letter) -> bool:
-        """Return whether a letter is at least 1 by its bound."""
+        """Return whether the lower bound of a letter is a number of at least 1."""
         low = self._bounds[letter][0].constant
         return low is not None and low >= 1
 
     def extent(self, letter: Letter) -> Polynomial | None:
-        """Return the upper bound of an index."""
+        """Return the upper bound of a letter (exclusive); None if it has none, as sizes do."""
         return self._bounds[letter][1] if letter in self._bounds else None
 
     def implies(self, given: Guards, guard: Guard) -> bool:
-        """Return whether the guard holds wherever ``given`` hold."""
+        """Return whether guard >= 0 is shown wherever all guards of ``given`` hold; False if unknown."""
         number = guard.constant
         if number is not None:
             return number >= 0

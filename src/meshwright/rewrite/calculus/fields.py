@@ -1,7 +1,7 @@
-"""Number systems for checking laws: doubles, and the prime field of p < 2^28 elements.
+"""Number systems for trials of rules: doubles (float64), and the prime field (numbers modulo a prime p < 2^28).
 
-Over the field every ring law is exact, and two different sides agree by chance once in p. Products of two elements fit
-into int64, and so do sums of 2^35 of them.
+In the field all ring laws (associativity, commutativity, distributivity) hold exactly, and two unequal results agree by
+chance once in p. Products of two elements fit into int64, and so do sums of 2^35 elements.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class NumberField(Protocol):
-    """How arrays of numbers are added, multiplied and mapped."""
+    """A number system: how its arrays are added, multiplied and mapped. Arrays are NumPy's, of `dtype`."""
 
     @property
     def dtype(self) -> type[np.generic]:
-        """The dtype of arrays of these numbers."""
+        """The NumPy dtype of arrays of these numbers."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Bring results of additions and multiplications into the numbers' range."""
+        """Return the results of additions or multiplications as elements of the number system."""
 
     def constant(self, value: Fraction) -> Any:
-        """Return a constant."""
+        """Return a rational number as an element of the number system."""
 
     def apply(self, function: str, *arguments: NDArray[Any]) -> NDArray[Any]:
-        """Return a function of `FUNCTIONS`."""
+        """Return the values of a function of `functions.FUNCTIONS`, elementwise."""
 
     def random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Random numbers to compute with."""
+        """Return an array of random numbers for a trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Doubles:
 
     @property
     def dtype(self) -> type[np.generic]:
-        """Doubles."""
+        """The dtype float64."""
         return np.float64
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -62,7 +62,7 @@ class Doubles:
         return float(value)
 
     def apply(self, function: str, *arguments: NDArray[Any]) -> NDArray[Any]:
-        """Return the function of real numbers."""
+        """Return the real function's values; a cast rounds to a grid that depends on its dtype."""
         if function.startswith(("cast:", "bitcast:")):
             grid = 1 + salt_of(function) % 97
             rounded = np.round(arguments[0] * grid) / grid
@@ -71,31 +71,34 @@ class Doubles:
             return np.asarray(function_of(function).compute(*arguments), np.float64)
 
     def random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Normal numbers."""
+        """Return numbers of a standard normal distribution."""
         return rng.standard_normal(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class PrimeField:
-    """Whole numbers modulo `PRIME`; functions with few known properties are random ones, by ``seed``."""
+    """Whole numbers modulo `PRIME`.
+
+    A function with few known properties is replaced by a pseudo-random function, chosen by ``seed``, that has them.
+    """
 
     seed: int = 0
 
     @property
     def dtype(self) -> type[np.generic]:
-        """Whole numbers."""
+        """The dtype int64."""
         return np.int64
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Remainders."""
+        """Return the remainders modulo `PRIME`."""
         return values % PRIME
 
     def constant(self, value: Fraction) -> Any:
-        """Return a whole number or the quotient of two."""
+        """Return a rational number modulo `PRIME`: numerator times the modular inverse of the denominator."""
         return value.numerator * pow(value.denominator, PRIME - 2, PRIME) % PRIME
 
     def apply(self, function: str, *arguments: NDArray[Any]) -> NDArray[Any]:
-        """Return the function of the field that has the properties of the real one."""
+        """Return the values of a function on the field that has the known properties of the real function."""
         known = function_of(function)
         if function == "reciprocal":
             return _power(arguments[0], PRIME - 2)
@@ -108,7 +111,7 @@ class PrimeField:
         return result % PRIME
 
     def random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return elements other than 0."""
+        """Return uniformly distributed elements other than 0."""
         return rng.integers(1, PRIME, shape)
 
     def _random_function(self, function: str, arguments: list[NDArray[Any]]) -> NDArray[Any]:

@@ -1,7 +1,8 @@
-"""Functions of numbers: their values over floats and over a prime field, and their known properties.
+"""Functions of numbers (exp, maximum, …): their values over floats and a prime field, and their known properties.
 
-Over the field, an unknown function is a random one, so that only laws which hold for every function appear; numbers are
-ordered as -p/2 … p/2, so that the largest of some and what follows from it keep their laws.
+In the prime field, a function like exp is replaced by a random function with the known properties, so that a trial
+finds only laws that follow from these properties. Elements of the field are ordered from -p/2 to p/2, so that laws of
+order (maximum, greater, …) hold.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from meshwright.rewrite.calculus.sums import Applied, Total, named_alike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """``compute`` works on float64 arrays; ``in_field`` on whole ones (None: a random function of the field).
+    """A function of numbers and its known properties.
 
-    ``odd``: f(-x) = -f(x). ``even``: f(-x) = f(x). ``idempotent``: f(f(x)) = f(x).
-    ``at_0``: f(0), where it is whole. ``commutative``: of two arguments.
+    ``compute``: the function on float64 arrays. ``in_field``: the function on field elements from -p/2 to p/2; None: a
+    random function is used. ``odd``: f(-x) = -f(x). ``even``: f(-x) = f(x). ``idempotent``: f(f(x)) = f(x). ``at_0``:
+    f(0) if it is a whole number, else None. ``commutative``: f(x, y) = f(y, x).
     """
 
     compute: Callable[..., Any]
@@ -71,12 +73,15 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def function_of(name: str) -> Function:
-    """Return the function with a name; ``cast:int8`` is one of the family of casts, different from all others."""
+    """Return the function of a name. A name like ``cast:int8`` has the properties of ``cast``.
+
+    Casts to different dtypes are different functions.
+    """
     return FUNCTIONS[name.partition(":")[0]]
 
 
 def salt_of(name: str) -> int:
-    """Return a number derived from a name, different for different names."""
+    """Return a hash of a name, which selects the random function that replaces the named one in the field."""
     mixed = 0
     for letter in name:
         mixed = (mixed * 131 + ord(letter)) % 2**61
@@ -84,7 +89,7 @@ def salt_of(name: str) -> int:
 
 
 def known_value(name: str, arguments: Sequence[Total]) -> Total:
-    """Return the function's normal form at totals, by its known properties."""
+    """Return the normal form of a function applied to normal forms, simplified by the function's known properties."""
     function = function_of(name)
     first = arguments[0]
     if len(arguments) == 1:

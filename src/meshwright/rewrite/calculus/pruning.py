@@ -1,4 +1,4 @@
-"""Normal forms with fewer guards: guards that follow from others are removed."""
+"""Simplify normal forms: remove guards (inequalities) that follow from others, and terms that are never present."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def simplified(facts: LetterBounds, total: Total, given: Guards) -> Total:
-    """Return the total where guards hold, with fewer guards inside and canonical names of bound letters."""
+    """Return a normal form simplified for where the guards ``given`` hold, with canonical names of bound letters."""
     return named_alike(_pruned(facts, total, given))
 
 

@@ -1,11 +1,12 @@
-"""Normal form of one number of a tensor: a sum of products under summation signs.
+"""The normal form of one element of a tensor: a sum of products under summation signs (`Total`).
 
     total    = Σ factor · product
     product  = Σ over binders, where guards hold, of Π atom^power
-    atom     = a tensor's number at indices · a function of totals · the largest of totals · a letter as a number
+    atom     = an operand's element | a function of totals | the largest of totals | a size as a number
 
-Sums are multiplied out, so that laws of rings (distribution, association, exchange of summation signs) need no search:
-both sides of a true law have the same form once bound letters have canonical names (`named_alike`).
+A binder is a summation index (a bound letter) with its range; a guard is an inequality. Products are multiplied out, so
+ring laws (distributivity, associativity, commutativity, exchange of summation signs) need no search: both sides of a
+law have the same form once bound letters have canonical names (`named_alike`).
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ _names = count()
 
 
 class TooLargeError(Exception):
-    """A normal form with too many products to compare."""
+    """A normal form has more products than are allowed (4096)."""
 
 
 class Read(NamedTuple):
-    """A tensor's number at an index."""
+    """The element of an operand at an index; ``place`` has one polynomial per dim."""
 
     tensor: str
     place: tuple[Polynomial, ...]
 
 
 class Applied(NamedTuple):
-    """A function of numbers without a simpler known form."""
+    """A function of normal forms that its known properties do not simplify further."""
 
     function: str
     arguments: tuple[Total, ...]
 
 
 class Branch(NamedTuple):
-    """A total for all values of the binders where the guards hold."""
+    """One branch of a maximum: a normal form for all values of the binders at which the guards hold."""
 
     binders: tuple[Binder, ...]
     guards: Guards
@@ -53,13 +54,13 @@ class Branch(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """The largest number of all branches."""
+    """The maximum over all branches, and over all values of their binders."""
 
     branches: frozenset[Branch]
 
 
 class Sized(NamedTuple):
-    """A size as a number."""
+    """A symbolic size used as a number."""
 
     number: Polynomial
 
@@ -69,7 +70,7 @@ Binder: TypeAlias = "tuple[Letter, Polynomial]"
 
 
 class Product(NamedTuple):
-    """Powers of atoms, sorted, under binders and guards."""
+    """A product of atoms, summed over binders (letter, extent) where all guards hold; ``powers``: (atom, exponent)."""
 
     binders: tuple[Binder, ...]
     guards: Guards
@@ -80,7 +81,10 @@ ONE = Product((), frozenset(), ())
 
 
 class Total:
-    """Products with their factors; equal exactly if they are the same products. Immutable."""
+    """A normal form: ``items`` has (product, rational factor) pairs. Immutable.
+
+    Two totals are equal if they have the same items; apply `named_alike` before a comparison.
+    """
 
     __slots__ = ("_hash", "items")
 
@@ -92,17 +96,17 @@ class Total:
 
     @staticmethod
     def number(value: int | Fraction) -> Total:
-        """Return a constant."""
+        """Return a constant as a normal form."""
         return Total({ONE: Fraction(value)})
 
     @staticmethod
     def atom(atom: Atom, power: int = 1) -> Total:
-        """One atom alone."""
+        """Return the normal form of a power of one atom."""
         return Total({Product((), frozenset(), ((atom, power),)): Fraction(1)})
 
     @property
     def constant(self) -> Fraction | None:
-        """The number, if the total contains nothing else."""
+        """The number if the normal form is constant; else None."""
         if not self.items:
             return Fraction(0)
         ((key, factor), *rest) = self.items
@@ -110,7 +114,7 @@ class Total:
 
     @property
     def only_atom(self) -> Atom | None:
-        """The atom, if it is the whole total."""
+        """The atom if the normal form is exactly one atom; else None."""
         if len(self.items) != 1:
             return None
         ((key, factor),) = self.items
@@ -142,15 +146,15 @@ class Total:
         return Total(products)
 
     def scaled(self, factor: Fraction | int) -> Total:
-        """Return a multiple."""
+        """Return the normal form times a number."""
         return Total({key: old * factor for key, old in self.items})
 
     def letters(self) -> set[Letter]:
-        """All letters in it, free or bound."""
+        """Return all letters of the normal form, free or bound."""
         return {letter for key, _ in self.items for letter in product_letters(key)}
 
     def substitute(self, values: Mapping[Letter, Polynomial]) -> Total:
-        """Replace free letters; the values must not contain a letter that is bound here."""
+        """Return the normal form with free letters replaced; ``values`` must not contain letters that it binds."""
         changed: dict[Product, Fraction] = {}
         for key, factor in self.items:
             new = substitute_product(key, values)
@@ -159,7 +163,7 @@ class Total:
 
 
 def every_letter(number: Polynomial) -> set[Letter]:
-    """All letters of a number, including those inside of data-dependent indices."""
+    """Return all letters of a polynomial, including those inside data-dependent indices (`data_letter`)."""
     found = set(number.letters())
     for letter in tuple(found):
         value = data_value(letter)
@@ -169,13 +173,13 @@ def every_letter(number: Polynomial) -> set[Letter]:
 
 
 def make_product(binders: tuple[Binder, ...], guards: Guards, powers: Mapping[Atom, int]) -> Product:
-    """Return a product with its powers in order."""
+    """Return a product with sorted powers and without exponents of 0."""
     kept = sorted(((atom, power) for atom, power in powers.items() if power), key=lambda item: _atom_text(item[0]))
     return Product(binders, guards, tuple(kept))
 
 
 def product_letters(key: Product) -> set[Letter]:
-    """All letters of a product, free or bound."""
+    """Return all letters of a product, free or bound, including those inside data-dependent indices."""
     found = {letter for name, extent in key.binders for letter in (name, *extent.letters())}
     for guard in key.guards:
         found.update(guard.letters())
@@ -189,7 +193,7 @@ def product_letters(key: Product) -> set[Letter]:
 
 
 def substitute_product(key: Product, values: Mapping[Letter, Polynomial]) -> Product:
-    """Replace letters of a product; its binders only by other letters."""
+    """Return a product with letters replaced; a bound letter may be replaced only by another letter."""
     powers: dict[Atom, int] = {}
     for atom, power in key.powers:
         new = _substitute_atom(atom, values)
@@ -202,12 +206,15 @@ def substitute_product(key: Product, values: Mapping[Letter, Polynomial]) -> Pro
 
 
 def fresh_binders(binders: tuple[Binder, ...]) -> dict[Letter, Polynomial]:
-    """New names for bound letters."""
+    """Return a new letter for each bound letter, as values for a substitution."""
     return {name: Polynomial.letter(f"~{next(_names)}") for name, _ in binders}
 
 
 def named_alike(total: Total, depth: int = 0) -> Total:
-    """Return the same total with bound letters named by position, so that equal totals have equal form."""
+    """Return a normal form with canonical names of bound letters, so that equal normal forms compare equal.
+
+    ``depth``: the nesting depth, which is part of the names.
+    """
     named: dict[Product, Fraction] = {}
     for key, factor in total.items:
         new = _named(key, depth)

@@ -1,9 +1,9 @@
-"""`Symbols`: runs definitions of operators on symbolic sizes and indices (letters); sums and maxima over a letter.
+"""`Symbols`: the arithmetic that runs definitions of operators on symbolic sizes and indices (letters), for proofs.
 
-A scalar is a **value**: disjoint cases, each a set of guards with a `Total`, that together cover all indices. If a
-definition requires two sizes to be equal, or an index to be divided, and that is not known yet, an exception names the
-letter to replace (`SizesDifferError`, `RefineError`); the caller replaces it and runs the definition again. `summed`
-and `maximised` bind a letter over the cases of a body.
+A scalar is a `Value`: a function by cases. Each case is a set of guards (inequalities) and a `Total` (normal form); the
+cases are disjoint and cover all indices. If a definition requires two sizes to be equal, or divides an index, and the
+result is not known, an exception names the letter to replace (`SizesDifferError`, `RefineError`); the caller replaces
+the letter and runs the definition again. `summed` and `maximised` form the sum and the maximum over a letter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ LOWEST = Total.atom(Applied("lowest", ()))
 
 
 def summed(facts: LetterBounds, letter: Letter, extent: Polynomial, cases: list[Case]) -> Total:
-    """Return the sum over 0 <= letter < extent of a body, given by cases; guards restrict the range."""
+    """Return the sum over 0 <= letter < extent of a body that is given by cases.
+
+    The guards of a case restrict the range of the letter in which the case counts.
+    """
     result: dict[Product, Fraction] = {}
     for guards, total in cases:
         for key, factor in total.items:
@@ -116,7 +119,7 @@ def _only_sizes(facts: LetterBounds, number: Polynomial) -> bool:
 
 
 def maximised(facts: LetterBounds, letter: Letter, extent: Polynomial, cases: list[Case]) -> Total:
-    """Return the maximum over 0 <= letter < extent of a body, given by cases."""
+    """Return the maximum over 0 <= letter < extent of a body that is given by cases."""
     branches = []
     for guards, total in cases:
         narrowed = _narrow(facts, letter, extent, guards)
@@ -137,7 +140,7 @@ def maximised(facts: LetterBounds, letter: Letter, extent: Polynomial, cases: li
 
 
 def size_total(extent: Polynomial) -> Total:
-    """Return a size as a number."""
+    """Return a symbolic size as a normal form, so that it can be added to and multiplied with elements."""
     result = Total({})
     for monomial, factor in extent.terms:
         term = Total.number(factor)
@@ -148,7 +151,7 @@ def size_total(extent: Polynomial) -> Total:
 
 
 def largest_of(branches: list[Branch]) -> Total:
-    """Return the maximum over branches; nested maxima are flattened."""
+    """Return the maximum over branches as a normal form; nested maxima become one."""
     flat: set[Branch] = set()
     for branch in branches:
         inner = branch.value.only_atom
@@ -172,7 +175,7 @@ _MOST_TERMS = 4
 
 
 class SizesDifferError(Exception):
-    """Two sizes must be equal but have different forms; ``or_one``: the first may be 1 instead."""
+    """Two sizes must be equal and are not known to be; ``or_one``: the first may be 1 instead (broadcasting)."""
 
     def __init__(self, one: Polynomial, other: Polynomial, why: str, *, or_one: bool = False) -> None:
         super().__init__(f"{why}: {one} and {other}")
@@ -180,15 +183,18 @@ class SizesDifferError(Exception):
 
 
 class RefineError(Exception):
-    """An index has to be divided: ``letter = quotient · by + rest``."""
+    """An index is divided by ``by``: the letter must be replaced by ``outer * by + inner``.
+
+    ``quotient`` is the number of values of ``outer``.
+    """
 
     def __init__(self, letter: Letter, quotient: Polynomial, by: Polynomial) -> None:
-        super().__init__(f"{letter} by {by}")
+        super().__init__(f"the index {letter} is divided by {by}")
         self.letter, self.quotient, self.by = letter, quotient, by
 
 
 class Value:
-    """A scalar by cases."""
+    """A symbolic scalar by cases: (guards, normal form) pairs, disjoint and together exhaustive."""
 
     __slots__ = ("cases", "machine")
 
@@ -209,9 +215,9 @@ class Value:
 
 
 class Symbols:
-    """Runs operator definitions on symbolic sizes and indices (letters).
+    """An `Arithmetic` on symbolic sizes and indices (letters).
 
-    Values can be compared only if the same `Symbols` object made them.
+    Only values of the same `Symbols` object can be compared. ``questions``: the most queries to z3.
     """
 
     def __init__(self, questions: int = MOST_QUESTIONS) -> None:
@@ -225,7 +231,7 @@ class Symbols:
         self.owed: list[Polynomial] | None = None
 
     def read(self, tensor: str, shape: Sequence[Polynomial]) -> Callable[..., Value]:
-        """Return a function from an index to the numbers of an operand; a dim of size 1 has only index 0."""
+        """Return a function from an index to the element of operand ``tensor``; a dim of size 1 has only index 0."""
 
         def at(*index: int | Polynomial) -> Value:
             places = [Polynomial.of(0 if size == 1 else place) for place, size in zip(index, shape, strict=True)]
@@ -234,11 +240,11 @@ class Symbols:
         return at
 
     def index(self, size: Polynomial) -> Polynomial:
-        """Return a fresh index of a result's dim; 0 for size 1."""
+        """Return a new letter as the index of a dim of this size; 0 if the size is 1."""
         return Polynomial.of(0) if size == 1 else self.facts.fresh("i", 0, size)
 
     def total(self, extent: int | Polynomial, body: Callable[[Polynomial], Value]) -> Value:
-        """Return the sum over an index; a few terms are written out."""
+        """Return the sum of ``body(k)`` over 0 <= k < extent; 2 to 4 terms are added one by one."""
         number = Polynomial.of(extent).constant
         if number is not None and 1 < number <= _MOST_TERMS:
             first, *others = (body(Polynomial.of(place)) for place in range(number))
@@ -246,7 +252,7 @@ class Symbols:
         return self._closed(Polynomial.of(extent), body, partial(summed, self.facts), self.total)
 
     def largest(self, extent: int | Polynomial, body: Callable[[Polynomial], Value]) -> Value:
-        """Return the maximum over an index."""
+        """Return the largest ``body(k)`` over 0 <= k < extent."""
         return self._closed(Polynomial.of(extent), body, partial(maximised, self.facts), self.largest)
 
     def lowest(self) -> Value:
@@ -254,18 +260,18 @@ class Symbols:
         return self._plain(LOWEST)
 
     def within(self, index: int | Polynomial, low: int | Polynomial, high: int | Polynomial) -> Condition:
-        """Return the condition ``low <= index < high``."""
+        """Return the condition ``low <= index < high`` as two guards."""
         place = Polynomial.of(index)
         return (place - low, high - place - 1)
 
     def both(self, *conditions: Condition) -> Condition:
-        """Return the condition that all given ones hold."""
+        """Return the condition that holds if all ``conditions`` hold."""
         return tuple(guard for condition in conditions for guard in condition)
 
     def choose(self, condition: Condition, then: Value, otherwise: Value) -> Value:
-        """Return ``then`` where all guards hold, else ``otherwise``.
+        """Return ``then`` where all guards of the condition hold, else ``otherwise``.
 
-        There is a case for each guard that may be the first to fail.
+        ``otherwise`` gets one case per guard: the one in which that guard is the first that does not hold.
         """
         cases: list[Case] = []
         held: Guards = NO_GUARDS
@@ -281,7 +287,7 @@ class Symbols:
         return truth * then + (self.number(1) - truth) * otherwise
 
     def apply(self, function: str, *arguments: Value) -> Value:
-        """Return a function of values, by its known properties."""
+        """Return the value of a function of `functions.FUNCTIONS`, simplified by its known properties."""
         if function == "maximum":
             return self.combine(lambda *each: largest_of([Branch((), NO_GUARDS, item) for item in each]), *arguments)
         if function == "reciprocal" and self.inverted:
@@ -295,7 +301,7 @@ class Symbols:
         return known_value("reciprocal", (total,))
 
     def number(self, value: float | Fraction | Polynomial | Inverse) -> Value:
-        """Return a number, a symbolic size, or the inverse of a size, as a value."""
+        """Return a number, a symbolic size, or the inverse of a size, as a scalar."""
         if isinstance(value, Inverse):
             self.inverted.add(value.of)
             return self.inverse_size(value.of)
@@ -315,7 +321,10 @@ class Symbols:
         return self._plain(result)
 
     def divided(self, index: int | Polynomial, by: int | Polynomial) -> tuple[Polynomial, Polynomial]:
-        """Return quotient and remainder; RefineError if a letter has to be replaced first."""
+        """Return (quotient rounded down, remainder) of an index.
+
+        Raises RefineError if a letter must be replaced first, NotExpressibleError if the quotient has no symbolic form.
+        """
         index, by = Polynomial.of(index), Polynomial.of(by)
         if by == 1:
             return index, Polynomial.of(0)
@@ -331,31 +340,37 @@ class Symbols:
             if whole is not None and not whole[1].terms:
                 raise RefineError(letter, whole[0], by)
         if any(item in self._bound or data_value(item) is not None for item in index.letters()):
-            raise NotExpressibleError(f"{index} by {by}")
+            raise NotExpressibleError(f"the quotient of {index} by {by}")
         if not self.facts.implies(NO_GUARDS, index):
-            raise NotExpressibleError(f"{index}, which may be below 0, by {by}")
+            raise NotExpressibleError(f"the quotient of {index}, which may be below 0, by {by}")
         quotient = self.facts.floored(index, by)
         return quotient, index - quotient * by
 
     def looked_up(self, value: Value, extent: int | Polynomial) -> Polynomial:
-        """Use a value as an index."""
+        """Return a scalar, 0 <= value < extent, as an index.
+
+        Raises NotExpressibleError if the scalar has several cases or is also an index of a dim of another size.
+        """
         if len(value.cases) != 1:
-            raise NotExpressibleError("an index that is data by cases")
+            raise NotExpressibleError("an index that is looked up has several cases")
         letter = data_letter(value.cases[0][1])
         known = self.facts.extent(letter)
         if known is not None and not self.facts.are_equal(known, Polynomial.of(extent)):
             # An index into fewer rows is one into more; the reverse may be out of range.
-            raise NotExpressibleError(f"one index into {known} and into {extent} rows")
+            raise NotExpressibleError(f"one index selects among {known} rows and among {extent} rows")
         return self.facts.declare(letter, 0, extent)
 
     def same(self, one: int | Polynomial, other: int | Polynomial, why: str) -> None:
-        """Demand that two sizes are equal."""
+        """Require that two sizes are equal; raise SizesDifferError if that is not known."""
         one, other = Polynomial.of(one), Polynomial.of(other)
         if one != other and not self.facts.are_equal(one, other):
             raise SizesDifferError(one, other, why)
 
     def repeats(self, size: int | Polynomial, wanted: int | Polynomial, why: str) -> bool:
-        """Return whether a size of 1 is repeated to another; otherwise both have to be equal."""
+        """Return whether a dim of size 1 is repeated to ``wanted``.
+
+        Raises SizesDifferError if it is not known that the size is 1 or equal to ``wanted``.
+        """
         size, wanted = Polynomial.of(size), Polynomial.of(wanted)
         if size == wanted:
             return False
@@ -366,7 +381,7 @@ class Symbols:
         return False
 
     def quotient(self, extent: int | Polynomial, by: int | Polynomial, why: str) -> Polynomial:
-        """Return the whole quotient of a size that must be divisible."""
+        """Return extent / by, possibly as a new letter; raise SizesDifferError if divisibility is not known."""
         extent, by = Polynomial.of(extent), Polynomial.of(by)
         if by == 1:
             return extent
@@ -381,7 +396,11 @@ class Symbols:
         return self._quotients[key]
 
     def ordered(self, low: int | Polynomial, high: int | Polynomial, why: str) -> None:
-        """Require that one size is not above another: the larger is the smaller plus something at least 0."""
+        """Require low <= high.
+
+        If that is not known, raise SizesDifferError for high = low + r with a new letter r >= 0. If ``owed`` is a list,
+        add the requirement to it instead.
+        """
         low, high = Polynomial.of(low), Polynomial.of(high)
         if self.owed is not None:
             self.owed.append(high - low)
@@ -389,12 +408,15 @@ class Symbols:
             raise SizesDifferError(high, low + self.facts.fresh("r", 0), why)
 
     def floored(self, number: int | Polynomial, by: int | Polynomial) -> Polynomial:
-        """Return the quotient, rounded down."""
+        """Return number / by, rounded down, possibly as a new letter."""
         number, by = Polynomial.of(number), Polynomial.of(by)
         return number if by == 1 else self.facts.floored(number, by)
 
     def equal(self, one: Value, other: Value) -> tuple[Guards, Total] | None:
-        """Return None if both are the same number everywhere; else a case without a proof, with the difference."""
+        """Return None if two scalars are proved equal in all cases.
+
+        Else return (guards, difference) of the first case in which they are not.
+        """
         for (given, left), (more, right) in product(one.cases, other.cases):
             guards = given | more
             if self.facts.possible(guards):
@@ -404,7 +426,7 @@ class Symbols:
         return None
 
     def combine(self, function: Callable[..., Total], *values: Value) -> Value:
-        """Return a function of totals, case by case."""
+        """Return the scalar that applies ``function`` to the normal forms of ``values`` in each common case."""
         cases: list[Case] = [(NO_GUARDS, Total.number(0))]
         chosen: list[tuple[Guards, tuple[Total, ...]]] = [(NO_GUARDS, ())]
         for value in values:

@@ -1,7 +1,7 @@
-"""Whole numbers with letters (`Polynomial`), and the interface on which definitions of operators run (`Arithmetic`).
+"""`Polynomial`: whole numbers with letters; `Arithmetic`: the interface that definitions of operators use.
 
-A polynomial is over sizes, indices and attributes, in one canonical form. A letter is a name, or represents an index
-that is itself a value of a tensor (`data_letter`: the row that an embedding looks up).
+Letters stand for sizes, indices and attributes. A special kind of letter stands for an index that is itself an element
+of a tensor, such as the row that an embedding looks up (`data_letter`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Condition = Any
 
 
 class IllTypedError(Exception):
-    """Operands that an operator does not accept, with the reason."""
+    """An operator does not accept its operands or attributes; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """A tensor: its sizes, and the scalar at an index."""
+    """A tensor as a function of its index: its shape, and ``at``, which returns the scalar at an index."""
 
     shape: tuple[Index, ...]
     at: Callable[..., Scalar]
@@ -31,7 +31,7 @@ class Indexed:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Scalar:
         places = index if isinstance(index, tuple) else (index,)
         if len(places) != len(self.shape):
-            raise IllTypedError(f"{len(places)} places of a tensor of {len(self.shape)} dims")
+            raise IllTypedError(f"a tensor of {len(self.shape)} dims is read at an index of {len(places)} dims")
         return self.at(*places)
 
     @property
@@ -44,7 +44,11 @@ class Indexed:
 # function of its indices. The same definition is run by `symbols.Symbols` for symbolic sizes, to prove, and by
 # `arrays.Arrays` for numeric sizes, to compute.
 class Arithmetic(Protocol):
-    """The operations of operator definitions. Scalars have ``+``, ``-`` and ``*``; indices too."""
+    """The operations that definitions of operators use, beside ``+``, ``-`` and ``*`` of scalars and indices.
+
+    A scalar is an element of a tensor. An index is a whole number, also a size or an attribute. Implementations:
+    `symbols.Symbols` and `arrays.Arrays`. ``why`` is quoted in errors.
+    """
 
     def total(self, extent: Index, body: Callable[[Index], Scalar]) -> Scalar:
         """Return the sum of ``body(k)`` over 0 <= k < extent."""
@@ -53,7 +57,7 @@ class Arithmetic(Protocol):
         """Return the largest ``body(k)`` over 0 <= k < extent."""
 
     def lowest(self) -> Scalar:
-        """Return a value below all numbers: never chosen by `largest`."""
+        """Return a value below all numbers, which `largest` never prefers to a number."""
 
     def within(self, index: Index, low: Index, high: Index) -> Condition:
         """Return whether ``low <= index < high``."""
@@ -68,7 +72,7 @@ class Arithmetic(Protocol):
         """Return ``then`` where ``truth`` is 1, ``otherwise`` where it is 0."""
 
     def apply(self, function: str, *arguments: Scalar) -> Scalar:
-        """Return a function of numbers (`functions`)."""
+        """Return the value of a function of `functions.FUNCTIONS` at scalars."""
 
     def number(self, value: Any) -> Scalar:
         """Return a constant as a scalar."""
@@ -77,25 +81,25 @@ class Arithmetic(Protocol):
         """Return one divided by a size."""
 
     def divided(self, index: Index, by: Index) -> tuple[Index, Index]:
-        """Return the quotient, rounded down, and the remainder."""
+        """Return (quotient rounded down, remainder) of an index."""
 
     def looked_up(self, value: Scalar, extent: Index) -> Index:
-        """Return a scalar, from 0 to below ``extent``, as an index."""
+        """Return a scalar, 0 <= value < extent, as an index."""
 
     def same(self, one: Index, other: Index, why: str) -> None:
-        """Demand that two sizes are equal; IllTypedError if they cannot be."""
+        """Require that two sizes are equal; raise IllTypedError if they cannot be."""
 
     def repeats(self, size: Index, wanted: Index, why: str) -> bool:
-        """Return whether a size of 1 is repeated to another; IllTypedError if it is neither 1 nor the other."""
+        """Return whether a dim of size 1 is repeated to ``wanted``; raise IllTypedError unless size is 1 or wanted."""
 
     def quotient(self, extent: Index, by: Index, why: str) -> Index:
-        """Return the whole quotient of a size that must be divisible; IllTypedError if it cannot be."""
+        """Return extent / by; raise IllTypedError if ``extent`` cannot be a multiple of ``by``."""
 
     def ordered(self, low: Index, high: Index, why: str) -> None:
-        """Demand that one size is not above another; IllTypedError if it is."""
+        """Require low <= high; raise IllTypedError if that is impossible."""
 
     def floored(self, number: Index, by: Index) -> Index:
-        """Return a quotient, rounded down."""
+        """Return number / by, rounded down."""
 
 
 Letter: TypeAlias = str
@@ -105,30 +109,33 @@ _DATA: dict[Letter, Any] = {}
 
 
 class NotExpressibleError(Exception):
-    """A value that has no form in letters, though it may be a number at some sizes."""
+    """A value that cannot be written in letters, although it is a number for given sizes; so there is no proof."""
 
 
 def data_letter(value: Any) -> Letter:
-    """Return the letter of an index that is the value of a tensor, in its normal form."""
+    """Return the letter that stands for an index that is data; ``value`` is the normal form of the tensor's element."""
     letter = f"@{value!r}"
     _DATA[letter] = value
     return letter
 
 
 def data_value(letter: Letter) -> Any:
-    """Return the value that a letter represents; None for all other letters."""
+    """Return the ``value`` of a letter that `data_letter` made; None for any other letter."""
     return _DATA.get(letter) if letter[0] == "@" else None
 
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """One divided by a number that is a letter."""
+    """One divided by a symbolic number."""
 
     of: Polynomial
 
 
 class Polynomial:
-    """A polynomial with whole coefficients; equal exactly if the canonical forms are. Immutable."""
+    """A polynomial in letters with whole coefficients, in canonical form. Immutable.
+
+    ``terms`` has sorted (monomial, coefficient) pairs; a monomial is a sorted tuple of letters.
+    """
 
     __slots__ = ("_hash", "terms")
 
@@ -140,7 +147,7 @@ class Polynomial:
 
     @staticmethod
     def of(number: int | Polynomial) -> Polynomial:
-        """Return the number as a polynomial."""
+        """Return a number as a constant polynomial; a polynomial is returned as it is."""
         return number if isinstance(number, Polynomial) else Polynomial({(): int(number)})
 
     @staticmethod
@@ -180,7 +187,7 @@ class Polynomial:
     __rmul__ = __mul__
 
     def __floordiv__(self, other: int | Polynomial) -> Polynomial:
-        """The quotient, where it is whole for all sizes; NotExpressibleError elsewhere."""
+        """The quotient; NotExpressibleError unless it is whole for all values of the letters."""
         split = self.split_by(Polynomial.of(other))
         if split is None or split[1].terms:
             raise NotExpressibleError(f"{self} is not a multiple of {other}")
@@ -203,31 +210,34 @@ class Polynomial:
 
     @property
     def constant(self) -> int | None:
-        """The number, if there are no letters."""
+        """The polynomial's value if it has no letters; else None."""
         if not self.terms:
             return 0
         return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
 
     @property
     def single(self) -> Letter | None:
-        """The letter, if the polynomial is just one letter."""
+        """The letter if the polynomial is exactly one letter; else None."""
         if len(self.terms) == 1 and self.terms[0][1] == 1 and len(self.terms[0][0]) == 1:
             return self.terms[0][0][0]
         return None
 
     def letters(self) -> Iterator[Letter]:
-        """All letters, possibly repeated."""
+        """Yield all letters, possibly repeated."""
         for monomial, _ in self.terms:
             yield from monomial
 
     def factor_of(self, letter: Letter) -> Polynomial:
-        """Return the factor of the letter; meaningful only if the letter occurs in the first power."""
+        """Return the coefficient of a letter, which may contain other letters.
+
+        The result is meaningful only if the letter occurs only in the first power.
+        """
         return Polynomial({_without(m, letter): c for m, c in self.terms if letter in m})
 
     def primitive(self) -> Polynomial:
-        """Return the polynomial without the factors that all its terms share.
+        """Return the polynomial divided by the factors (number and letters) that all its terms have in common.
 
-        It is 0 where this one is, if no letter is 0.
+        If all letters are positive, both polynomials are 0 for the same values.
         """
         if not self.terms:
             return self
@@ -250,11 +260,10 @@ class Polynomial:
         return result
 
     def split_by(self, divisor: Polynomial) -> tuple[Polynomial, Polynomial] | None:
-        """Return (quotient, rest) of a division, term by term: self = quotient * divisor + rest.
+        """Return (quotient, rest) with self = quotient * divisor + rest, found term by term.
 
-        None unless ``divisor`` is one term.
-
-        The rest is the true remainder only where it is known to be in [0, divisor).
+        The rest is the remainder of the division only if 0 <= rest < divisor is known. Returns None if ``divisor`` has
+        not exactly one term.
         """
         if len(divisor.terms) != 1:
             return None

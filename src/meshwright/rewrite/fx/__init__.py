@@ -1,6 +1,6 @@
-"""torch.fx graphs in and out: the only part of rewriting that depends on torch's operators.
+"""Conversion between torch.fx graphs and terms; other parts of rewriting do not depend on ATen operators.
 
-`read_captured` turns a captured model into terms, `write_graph` terms into a module.
+`read_captured` turns a captured model into terms; `write_graph` turns terms into a module.
 """
 
 from meshwright.rewrite.fx.captured import read_captured

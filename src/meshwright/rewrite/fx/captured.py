@@ -1,6 +1,6 @@
-"""A captured model as terms, for one batch (`read_captured`), and terms as a module again (`Rewritten`).
+"""Read a captured model as terms, for batches of one size (`read_captured`); `Rewritten`: the module of such a graph.
 
-`settle_branches` replaces each ``torch.cond`` by the branch taken, if its predicate is constant.
+`settle_branches` replaces each ``torch.cond`` whose predicate is constant by the branch that is taken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def _returned(captured: Captured, sizes: Sequence[torch.Size]) -> Returned:
     """How the model's output is assembled; returned sizes of the batch are those of this batch."""
     trace = captured.trace
     if trace.returned is None:
-        raise RewriteError("The structure of the model's output is unknown; return tensors, in tuples or dicts.")
+        raise RewriteError(
+            "The structure of the model's output is unknown; return a tensor, or tensors in tuples, lists or dicts."
+        )
     batch_size = next((size[0] for size in sizes if len(size)), 1)
     env = walk_trace(trace, batch_size).env
     output = next(node for node in trace.graph.nodes if node.op == "output")
@@ -46,10 +48,11 @@ def _returned(captured: Captured, sizes: Sequence[torch.Size]) -> Returned:
 
 
 class Rewritten(nn.Module):
-    """A rewritten graph as a module: it is called with the original module's arguments and returns what that returns.
+    """A rewritten graph as a module with the arguments and the output structure of the original module.
 
-    Parameters and buffers that the graph still reads are the user's own objects, under their names. It takes batches of
-    the sizes, and the mode, that it was rewritten for; any other raises RewriteError.
+    Parameters and buffers that the graph still reads are those of the original module, under the same names. A call
+    raises RewriteError if the batch's sizes, the values of other arguments, or the mode (training or evaluation) differ
+    from those for which the graph was rewritten.
     """
 
     # For `capture_model`.
@@ -71,33 +74,34 @@ class Rewritten(nn.Module):
         self._plain = self._layout.spec == positional and returned.spec.is_leaf() and returned.leaves == ((True, 0),)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the original module's output."""
+        """Return the output that the original module has for these arguments."""
         if self.training != self._for_training:
             names = ("evaluation", "training")
             raise RewriteError(
-                f"The rewritten model is in {names[self.training]} mode, and was made for {names[self._for_training]}: "
-                "dropout and batch norms differ. Call .train() or .eval() as it was, or rewrite the model in this mode."
+                f"The rewritten model is in {names[self.training]} mode, but was made for {names[self._for_training]}, "
+                "in which dropout and batch norms differ. Call .train() or .eval() to return to that mode, or rewrite "
+                "the model in the new mode."
             )
         if self._plain and not kwargs and tuple(getattr(item, "shape", None) for item in args) == self._sizes:
             return self.graph_module(*args)[0]
         leaves, spec = pytree.tree_flatten((args, kwargs, ()))
         if spec != self._layout.spec:
             raise RewriteError(
-                f"The rewritten model was called with {spec}; it was made for {self._layout.spec}. Call it like the "
-                "batch that it was rewritten for, or rewrite it again."
+                f"The rewritten model was called with arguments of the structure {spec}, but was made for "
+                f"{self._layout.spec}. Call it with arguments like the example batch, or rewrite it again."
             )
         tensors = [leaves[position] for position in self._layout.positions]
         for name, tensor, size in zip(self._layout.names, tensors, self._sizes, strict=True):
             if tensor.shape != size:
                 raise RewriteError(
-                    f"The rewritten model takes {name!r} of the sizes {tuple(size)}, and {tuple(tensor.shape)} were "
-                    "given. It is made for one size of batch; rewrite the model for this one, too."
+                    f"The rewritten model takes {name!r} of the shape {tuple(size)}, but {tuple(tensor.shape)} was "
+                    "given. It is made for one batch size; rewrite the model for this batch size, too."
                 )
         for position, value in self._layout.fixed:
             if leaves[position] != value:
                 raise RewriteError(
-                    f"The rewritten model was made with the argument {value!r}, and {leaves[position]!r} was given. "
-                    "Rewrite the model for this one, too."
+                    f"The rewritten model was made for the argument {value!r}, but {leaves[position]!r} was given. "
+                    "Rewrite the model for this argument, too."
                 )
         return self._returned.rebuild(self.graph_module(*tensors))
 
@@ -112,9 +116,10 @@ class _UnknownError(Exception):
 
 
 def settle_branches(module: fx.GraphModule, fixed: Set[str]) -> fx.GraphModule:
-    """Replace, in place, each ``torch.cond`` whose predicate follows from the ``fixed`` attributes.
+    """Replace each ``torch.cond`` whose predicate is known by the branch that it takes, in place; return ``module``.
 
-    A predicate is unknown if something writes to its inputs, or while tensors are fake.
+    A predicate is known if it can be computed from the attributes named in ``fixed`` alone, which must be real tensors
+    (not fake) to which no call writes.
     """
     while (found := _settled(module, fixed)) is not None:
         node, taken = found
@@ -195,7 +200,7 @@ class _Propagation(FakeTensorProp):
 
 
 def whole_graph(captured: Captured, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Return all of a captured model as one graph, for batches of these sizes."""
+    """Return a captured model as one graph; ``tensors`` are the flattened inputs, of which only sizes are read."""
     graph = captured.graph
     batch_size = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
     made = part(captured, graph.inputs, graph.outputs, batch_size=batch_size, ops=range(len(graph.ops)))
@@ -204,9 +209,10 @@ def whole_graph(captured: Captured, tensors: Sequence[torch.Tensor]) -> fx.Graph
 
 
 def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> ReadGraph:
-    """Return the graph of a captured model for batches of the size of ``inputs``, including the loss.
+    """Return the graph of a captured model, including its loss, for batches of the size of ``inputs``.
 
-    Raises CaptureError for a batch with another structure than the captured one, RewriteError for an unreadable graph.
+    Raises CaptureError if the batch has another structure than the captured one, RewriteError if the graph contains
+    anything that `read_graph` does not support.
     """
     tensors = flatten_batch(captured, inputs, targets)
     graph, module = captured.graph, whole_graph(captured, tensors)

@@ -1,4 +1,4 @@
-"""Final check: compare a rewritten graph with its original in float64, with gradients and buffers."""
+"""Check a rewritten graph: compare outputs, gradients and written buffers with those of its original."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ OWN_TOLERANCE, LOW_TOLERANCE = 1e-3, 5e-2
 def check_equal(
     before: fx.GraphModule, after: fx.GraphModule, tensors: Sequence[torch.Tensor], *, training: bool
 ) -> float:
-    """Return the largest relative difference of outputs, gradients and buffers in float64.
+    """Compare outputs, written buffers and (in training) gradients in float64; return the largest relative difference.
 
-    Differences are relative to each tensor's largest number.
-
-    Both graphs run on copies, with the same random numbers. Raises RewriteError where they differ by more than
-    `TOLERANCE`, or where one is finite and the other is not.
+    A difference is relative to the tensor's largest absolute value. Both graphs run on copies, with the same random
+    numbers. Raises RewriteError if a tensor differs by more than `TOLERANCE`, or if its NaN and infinity are in
+    different positions.
     """
     one, two = (_run(_as_double(graph), tensors, training=training, double=True) for graph in (before, after))
     return _compare(one, two, TOLERANCE)
@@ -36,9 +35,9 @@ def check_equal(
 def check_close(
     before: fx.GraphModule, after: fx.GraphModule, tensors: Sequence[torch.Tensor], *, training: bool = False
 ) -> float:
-    """As `check_equal`, in the graphs' own dtypes.
+    """Compare two graphs like `check_equal`, but in their own dtypes; return the largest relative difference.
 
-    Raises RewriteError beyond `OWN_TOLERANCE`, or for 16-bit tensors beyond `LOW_TOLERANCE`.
+    Raises RewriteError for a difference above `OWN_TOLERANCE` (16-bit tensors: `LOW_TOLERANCE`).
     """
     one, two = (_run(copy.deepcopy(graph), tensors, training=training) for graph in (before, after))
     return _compare(one, two, OWN_TOLERANCE)
@@ -50,7 +49,10 @@ def _compare(one: dict[str, torch.Tensor | None], two: dict[str, torch.Tensor | 
         if name not in two:
             # A parameter that is no longer read has no gradient; in the original, its gradient must be missing or 0.
             if value is not None and bool((value != 0).any()):
-                raise RewriteError(f"The rewritten graph has lost {name}; this is a defect, please report it.")
+                raise RewriteError(
+                    f"The original graph has a non-zero {name}, but the rewritten graph has none; please report this "
+                    "defect."
+                )
             continue
         worst = max(worst, _difference(name, value, two[name], tolerance))
     return worst
@@ -60,18 +62,26 @@ def _difference(name: str, value: torch.Tensor | None, other: torch.Tensor | Non
     if value is None or other is None:
         left = value if other is None else other
         if left is not None and bool((left != 0).any()):
-            raise RewriteError(f"Only one of the graphs has {name}; this is a defect, please report it.")
+            raise RewriteError(
+                f"Only one of the original and the rewritten graph has a non-zero {name}; please report this defect."
+            )
         return 0.0
     if value.shape != other.shape or not value.numel():
         if value.shape != other.shape:
-            raise RewriteError(f"{name} has {tuple(value.shape)} and {tuple(other.shape)}; please report this defect.")
+            raise RewriteError(
+                f"{name} has the shape {tuple(value.shape)} before and {tuple(other.shape)} after rewriting; please "
+                "report this defect."
+            )
         return 0.0
     if not value.is_floating_point():
         difference = float((value != other).any())
     else:
         finite = torch.isfinite(value)
         if not torch.equal(finite, torch.isfinite(other)):
-            raise RewriteError(f"{name} is not finite in other places after rewriting; please report this defect.")
+            raise RewriteError(
+                f"After rewriting, {name} has NaN or infinity at other positions than before; please report this "
+                "defect."
+            )
         kept, changed = value[finite], other[finite]
         scale = float(kept.abs().max()) if kept.numel() else 1.0
         difference = float((kept - changed).abs().max()) / max(scale, 1e-30) if kept.numel() else 0.0
@@ -79,9 +89,8 @@ def _difference(name: str, value: torch.Tensor | None, other: torch.Tensor | Non
         tolerance = max(tolerance, LOW_TOLERANCE)
     if difference > tolerance:
         raise RewriteError(
-            f"{name} differs by {difference:.1e} (relative) after rewriting, where {tolerance:.0e} is "
-            "allowed. The model is left as it was; "
-            "please report this defect."
+            f"{name} differs by {difference:.1e} (relative) after rewriting; expected at most {tolerance:.0e}. "
+            "The model stays as it was; please report this defect."
         )
     return difference
 

@@ -1,4 +1,4 @@
-"""Constant folding: compute once, and store, what does not depend on the batch."""
+"""Constant folding: compute the values that do not depend on the batch once, and store them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 def fold_constants(
     terms: Terms, source: ReadGraph, effects: int | None, *, frozen: bool
 ) -> tuple[Terms, int | None, dict[str, torch.Tensor]]:
-    """Return the same graph with computed constants as inputs, the last token there, and their tensors.
+    """Return (graph in which stored tensors replace computed constants, its last token or None, tensors by name).
 
-    The inputs are of kind "constant".
-
-    ``frozen``: parameters and buffers do not change, so that values computed from them are constant, too. A constant
-    with one number everywhere stays, because torch's calls accept numbers.
+    The stored tensors are inputs of kind "constant". ``effects``: the last token of ``terms`` (the order of writes and
+    random draws), or None. ``frozen``: parameters and buffers never change, so values computed from them are constant,
+    too. Constants whose elements are all one number are not stored, because torch's calls accept numbers.
     """
     roots = (*terms.outputs, *(() if effects is None else (effects,)))
     needed = terms.needed(roots)

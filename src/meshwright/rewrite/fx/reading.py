@@ -1,8 +1,8 @@
-"""fx graph of ATen calls → `Terms` (`read_graph`); a graph with its convolutions in channels last (`channels_last`).
+"""Read an fx graph of ATen calls as `Terms` (`read_graph`); convert convolutions to channels last (`channels_last`).
 
-An undeclared operator becomes an opaque node. In-place writes are read as pure operators if that cannot be observed:
-the memory belongs to a value of the graph, and only its newest view is read afterwards. All other calls that write,
-that touch written memory, or that draw random numbers, keep their order by a token.
+Calls of undeclared operators become opaque nodes. An in-place write is read as a pure operator if the difference cannot
+be observed: the memory is neither an input's nor an attribute's, and later calls read only the written value. All other
+calls that write, that touch written memory, or that draw random numbers keep their order by a token.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ aten = torch.ops.aten
 # transposes around each operator and cancels pairs of them; torch keeps the layout in strides, so that only inputs of
 # convolutions are converted, without a copy if they already have it.
 def channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return the module with its convolutions in channels last, for frozen weights; None without convolutions.
+    """Return a copy of a module whose 2-d convolutions run in channels last; None if there are no such convolutions.
 
-    Outputs keep their layout. Weights in another layout are stored a second time.
+    Outputs stay contiguous. The convolutions read copies of their weights, so the weights must be frozen (inference).
     """
     graph = copy.deepcopy(module.graph)
     # Opaque calls may have three dims.
@@ -71,10 +71,12 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadGraph:
-    """A graph that was read: its terms, the calls behind opaque keys, and names of inputs and attributes.
+    """An fx graph that was read as terms.
 
-    ``effects``: the last token, which the written graph has to keep, or None. ``fresh``: for each output, whether it
-    has its own memory, which no input, attribute or other output shares.
+    ``calls``: by key of an opaque node, its call. ``holders``: by name, the parameters, buffers and other attributes
+    that the graph reads. ``effects``: the term of the last token (the order of writes and random draws), which a
+    written graph has to keep; None if there are no such calls. ``fresh``: for each output, True if no input, attribute
+    or other output shares its memory.
     """
 
     terms: Terms
@@ -85,7 +87,10 @@ class ReadGraph:
 
 
 class Reader:
-    """The interface for converters: the terms so far, and torch's facts about the call's results."""
+    """What a converter receives besides the call's arguments: the terms read so far, and the types of torch's results.
+
+    ``name``: the ATen operator of the call. ``results``: the types of its results.
+    """
 
     def __init__(self, *, training: bool) -> None:
         self.terms = Terms()
@@ -95,23 +100,23 @@ class Reader:
 
     @property
     def result(self) -> TensorType:
-        """Return the only result of the call."""
+        """The type of the call's first result."""
         return self.results[0]
 
     def shape(self, term: int) -> tuple[int, ...]:
-        """Return the sizes of a term."""
+        """Return the shape of a term."""
         return self.terms.types[term].shape
 
     def dtype(self, term: int) -> str:
-        """Return the dtype of a term."""
+        """Return the dtype of a term, as a name without "torch."."""
         return self.terms.types[term].dtype
 
     def is_float(self, term: int) -> bool:
-        """Return whether a term holds floating-point numbers."""
+        """Return whether a term's dtype is a floating-point dtype."""
         return self.dtype(term) in _FLOATS
 
     def given(self, *terms: int | None) -> tuple[int, ...]:
-        """Return optional operands up to the first missing one."""
+        """Return optional operands up to the first that is None."""
         found = []
         for term in terms:
             if term is None:
@@ -120,32 +125,35 @@ class Reader:
         return tuple(found)
 
     def full(self, type_: TensorType, value: float) -> int | None:
-        """Return a constant of one number in float32; None for others.
+        """Return a float32 tensor in which every element is ``value``; None for other dtypes and for -0.0.
 
-        In torch a scalar keeps its precision with tensors of other dtypes: 0.1 with float64 is another number, and
-        with bfloat16 it is not rounded. And -0.0 compares equal to 0.0 but differs from it.
+        With tensors of another dtype, torch does not round a scalar to float32 (0.1 with float64 is another number) or
+        to the tensor's dtype (bfloat16), so no term is equivalent. -0.0 compares equal to 0.0 but is a different value.
         """
         if type_.dtype != "float32" or (value == 0 and math.copysign(1.0, value) < 0):
             return None
         return self.terms.apply("full", shape=type_.shape, value=float(value))
 
     def broadcast(self, term: int, shape: Sequence[int]) -> int:
-        """Return the term at another shape."""
+        """Return the term broadcast to a shape."""
         shape = tuple(shape)
         return term if self.shape(term) == shape else self.terms.apply("broadcast", term, shape=shape)
 
     def reshape(self, term: int, shape: Sequence[int]) -> int:
-        """Return the term's numbers in another shape."""
+        """Return the term reshaped to a shape."""
         shape = tuple(shape)
         return term if self.shape(term) == shape else self.terms.apply("reshape", term, shape=shape)
 
     def cut(self, term: int, axis: int, start: int, stop: int) -> int:
-        """Return a slice of one dim."""
+        """Return the slice ``start <= index < stop`` of dim ``axis``."""
         whole = (start, stop) == (0, self.shape(term)[axis])
         return term if whole else self.terms.apply("slice", term, axis=axis, start=start, stop=stop)
 
     def together(self, one: Any, two: Any) -> tuple[int, int] | None:
-        """Return two operands, one of which may be a number, at one shape and dtype; None if torch would convert."""
+        """Return two floating-point operands, one of which may be a number, broadcast to their common shape.
+
+        Returns None if an operand is not floating-point, the dtypes differ, or the number has no equivalent (`full`).
+        """
         terms = [item for item in (one, two) if isinstance(item, _Term)]
         if not terms or not all(self.is_float(term) for term in terms):
             return None
@@ -168,10 +176,11 @@ class _Term(int):
 
 
 def read_graph(module: fx.GraphModule, *, training: bool, kinds: Mapping[str, InputKind] | None = None) -> ReadGraph:
-    """Read a graph of ATen calls whose nodes have fake values in ``meta["val"]``.
+    """Read a graph of ATen calls as terms; each node needs a fake tensor in ``meta["val"]``.
 
-    ``training``: calls that only affect gradients are kept. ``kinds``: the kind of each attribute, by name. Raises
-    RewriteError for a graph with sizes that are not numbers.
+    ``training``: keep calls that only affect gradients. ``kinds``: by attribute name, "parameter", "buffer" or
+    "constant" (the default). Raises RewriteError for symbolic sizes, for nodes that are not ATen calls, and for outputs
+    that are not tensors.
     """
     kept: set[fx.Node] = set()
     while True:
@@ -223,7 +232,10 @@ class _Reading:
             elif node.op == "output":
                 self._reader.terms.outputs = tuple(self._output(leaf) for leaf in node.args[0])
             else:
-                raise RewriteError(f"The graph has a node {node.name!r} of op {node.op!r}; expected ATen calls.")
+                raise RewriteError(
+                    f"The graph has a node {node.name!r} of op {node.op!r}; expected only inputs, attributes and calls "
+                    "of ATen operators."
+                )
         return ReadGraph(
             terms=self._reader.terms,
             calls=self._calls,
@@ -246,7 +258,7 @@ class _Reading:
     def _output(self, leaf: Any) -> int:
         value = self._env.get(leaf) if isinstance(leaf, fx.Node) else None
         if not isinstance(value, _Term):
-            raise RewriteError(f"The graph returns {leaf!r}, which is not a tensor; only tensors can be rewritten.")
+            raise RewriteError(f"The graph returns {leaf!r}; expected only tensors as outputs.")
         return value
 
     def _call(self, node: fx.Node) -> Any:
@@ -420,7 +432,7 @@ class _Memory:
 def _look(node: fx.Node) -> torch.Tensor:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        raise RewriteError(f"The shape of {node.name!r} is unknown; propagate fake tensors first.")
+        raise RewriteError(f"Node {node.name!r} has no fake tensor in meta['val']; run FakeTensorProp on the graph.")
     return value
 
 
@@ -431,7 +443,8 @@ def _looks(node: fx.Node) -> list[torch.Tensor] | None:
     leaves = [leaf for leaf in every if isinstance(leaf, torch.Tensor)]
     if any(not isinstance(size, int) for leaf in leaves for size in leaf.shape):
         raise RewriteError(
-            f"{node.name} has sizes that depend on the batch ({[tuple(leaf.shape) for leaf in leaves]}); rewriting "
-            "works on fixed sizes. Give an example batch, for which the model is rewritten."
+            f"Node {node.name!r} of the graph has sizes that depend on the batch "
+            f"({[tuple(leaf.shape) for leaf in leaves]}); rewriting needs fixed sizes. Give an example batch of the "
+            "size for which the model is rewritten."
         )
     return leaves if len(leaves) == len(every) else None

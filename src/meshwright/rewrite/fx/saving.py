@@ -1,4 +1,4 @@
-"""Save a module as a torch program in a file that torch alone can load."""
+"""Save a module as an exported program (.pt2), which can be loaded without Meshwright."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _PLAIN = (tuple, list, dict)
 
 
 def save_program(module: nn.Module, inputs: Any, path: Path) -> None:
-    """Export a module for the batch that it is called with (a tuple of arguments, or a dict), and write it (.pt2).
+    """Export a module with `torch.export` and write the program to ``path`` (.pt2).
 
-    The loading process may lack the classes of the model's outputs: mappings of other libraries become dicts, and
-    named tuples tuples.
+    ``inputs``: an example batch, as a sequence of arguments or a dict of keyword arguments. Outputs in containers of
+    other libraries become plain ones (mappings become dicts, named tuples become tuples), because the loading process
+    may lack their classes.
     """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
     buffer = io.BytesIO()

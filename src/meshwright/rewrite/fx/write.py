@@ -1,4 +1,4 @@
-"""`Terms` → fx graph of ATen calls (`write_graph`), by an emitter for each declared operator (`EMITTERS`)."""
+"""Write `Terms` as an fx graph of ATen calls (`write_graph`); `EMITTERS` has one emitter per declared operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class AtenCall:
-    """One operator to write: ``x`` operands, ``numbers`` operands that are one number everywhere, ``a`` attributes."""
+    """One operator to write as an ATen call: what an emitter receives.
+
+    ``x``: the operands, as fx nodes. ``numbers``: per operand, its value if all its elements are one known number, else
+    None. ``a``: the attributes by name. ``type``: the type of the result.
+    """
 
     graph: fx.Graph
     x: tuple[Any, ...]
@@ -33,11 +37,11 @@ class AtenCall:
     type: TensorType
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add the ATen call; return its node."""
+        """Add a call of ``target`` to the graph; return its node."""
         return self.graph.call_function(target, args, kwargs)
 
     def operand(self, place: int) -> Any:
-        """Return an optional operand."""
+        """Return the operand at position ``place``; None if the call has fewer operands."""
         return self.x[place] if place < len(self.x) else None
 
 
@@ -47,7 +51,7 @@ Emitter: TypeAlias = "Callable[[AtenCall], fx.Node]"
 
 
 def number_of(terms: Terms, term: int) -> float | None:
-    """Return the number that a constant term has at every index."""
+    """Return the value of a term whose elements are all one known number; None for any other term."""
     node = terms.nodes[term]
     if node.operator == "full":
         return float(node.attribute("value"))
@@ -185,10 +189,11 @@ _VIEWS = frozenset({"reshape", "transpose", "slice", "broadcast", "bitcast"})
 def write_graph(
     terms: Terms, source: ReadGraph, *, effects: int | None = None, held: Mapping[str, torch.Tensor] | None = None
 ) -> fx.GraphModule:
-    """Return the module that computes the outputs of terms.
+    """Return a module that computes the outputs of ``terms``.
 
-    Its arguments are those of the graph that was read, used or not. ``effects``: the last token, in these terms;
-    ``held``: tensors of inputs of kind "constant" that the read graph did not have.
+    The module has the arguments of the graph that was read (``source``), even if they are unused. ``effects``: the last
+    token in ``terms``, whose writes and random draws are kept; None: no such calls. ``held``: by name, tensors of
+    "constant" inputs that ``source`` does not have. Raises RewriteError for an operator without an ATen equivalent.
     """
     return _Writing(terms, source, effects, held or {}).run()
 
@@ -279,7 +284,9 @@ class _Writing:
         else:
             emitter = EMITTERS.get(node.operator)
             if emitter is None:
-                raise RewriteError(f"Torch has no operator for {node.operator!r}; a rule that makes it cannot be used.")
+                raise RewriteError(
+                    f"torch has no equivalent of the operator {node.operator!r}; do not use rules that produce it."
+                )
             node = self._over_several(node)
             operands = tuple(self._made[operand] for operand in node.operands)
             numbers = tuple(number_of(self._terms, operand) for operand in node.operands)

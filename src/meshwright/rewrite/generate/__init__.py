@@ -1,1 +1,1 @@
-"""The rule generator: equal terms, candidates, readings, and a basis that derives the other rules."""
+"""The rule generator: enumerate terms, find equal ones, generalise and prove the equalities, and choose a basis."""

@@ -1,7 +1,7 @@
-"""What is enumerated: given tensors, and operators with their attributes, over a few sizes that can be changed.
+"""The domain of the rule generator: the tensors, sizes and operators (with attributes) from which terms are built.
 
-Sizes with different meanings have different names and different numbers, so that few terms are equal by accident.
-Terms that are equal for one set of numbers but not for another are not a rule.
+Sizes are named, and each name has a number. Sizes of different meaning have different numbers, so that few terms are
+equal by accident. Terms that are equal for one set of numbers but not for another do not become a rule.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OperatorStep:
-    """An operator with attributes in the language of rules; ``takes`` has the kind of tensor for each operand.
+    """One way to build a term: an operator with fixed attributes (which may be formulas in named sizes).
 
-    ``commutes``: the order of its operands does not matter.
+    ``takes``: for each operand, the kinds of tensors that it may be (`Domain.kind`). ``commutes``: True if the order of
+    the operands does not matter.
     """
 
     operator: str
@@ -32,27 +33,31 @@ class OperatorStep:
 
     @property
     def num_operands(self) -> int:
-        """The number of its operands."""
+        """The number of operands of the operator."""
         return len(self.takes)
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Given tensors by name and shape, a shape being names of ``sizes`` and numbers, and steps that make terms."""
+    """The domain of an enumeration.
+
+    ``sizes``: (name, number) pairs. ``tensors``: (name, shape) pairs; a shape consists of names of sizes and of
+    numbers. ``steps``: the operators with attributes that build terms.
+    """
 
     sizes: tuple[tuple[str, int], ...]
     tensors: tuple[tuple[str, tuple[str | int, ...]], ...]
     steps: tuple[OperatorStep, ...]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a given tensor's sizes in numbers."""
+        """Return the shape of the tensor ``name``, in numbers."""
         sizes = dict(self.sizes)
         return tuple(sizes[size] if isinstance(size, str) else size for size in dict(self.tensors)[name])
 
     def kind(self, shape: tuple[int, ...]) -> str:
-        """Return the kind of a tensor by its sizes: a number, vector, matrix, image or kernel.
+        """Return the kind of a tensor by its shape: "number", "vector", "matrix", "image", "kernel" or "other".
 
-        A kernel is known by its output channels, of which images have a batch of another size.
+        Of tensors with 4 dims, those whose first size is a multiple of ``sizes["c"]`` are kernels, others are images.
         """
         if len(shape) == 4:
             return "kernel" if shape[0] % dict(self.sizes)["c"] == 0 else "image"
@@ -79,10 +84,10 @@ def _conv(padding: str) -> OperatorStep:
 
 
 def usual_domain(*more: OperatorStep, **sizes: int) -> Domain:
-    """Return the domain of the shipped rules: 19 operators over matrices, a number, images and kernels.
+    """Return the domain of the shipped rules: operators over matrices, a number, images and kernels.
 
-    ``more``: steps besides the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width;
-    missing ones have the usual values.
+    ``more``: additional steps. ``sizes``: numbers that replace the default sizes: m rows, k inner size, n columns, c
+    channels, h height and width.
     """
     numbers = {"m": 2, "k": 3, "n": 5, "c": 3, "h": 4, **sizes}
     return Domain(
@@ -132,20 +137,22 @@ _USUAL_ATTRIBUTES = {"axis": ("0", "1"), "keep": ("False",), "order": ("(1, 0)",
 
 
 def steps_for(name: str, attributes: Mapping[str, str] | None = None) -> list[OperatorStep]:
-    """Return the steps of a declared operator over matrices (elementwise operators: over their usual tensors).
+    """Return steps that apply a declared operator to matrices (an elementwise operator: to tensors of any kind).
 
-    ``attributes``: strings of attributes that have no usual values. Raises RewriteError for an undeclared operator, and
-    for attributes that are missing or unknown.
+    ``attributes``: values of attributes, as texts; axis, keep and order have default values. Raises RewriteError for an
+    undeclared operator and for missing or unknown attributes.
     """
     if name not in OPERATORS:
-        raise RewriteError(f"No operator {name!r} is declared{suggest(name, OPERATORS)}. Declare it, or name another.")
+        raise RewriteError(
+            f"No operator {name!r} is declared{suggest(name, OPERATORS)}. Declare it, or give another name."
+        )
     known, given = OPERATORS[name], dict(attributes or {})
     unknown = set(given) - set(known.attributes)
     missing = set(known.attributes) - set(given) - set(_USUAL_ATTRIBUTES)
     if unknown or missing:
         raise RewriteError(
-            f"{name} has the attributes {list(known.attributes)}; given were {sorted(given)}, and "
-            f"{sorted(missing)} have no usual value. Give those as name=value."
+            f"{name} has the attributes {list(known.attributes)}; {sorted(given)} were given, and {sorted(missing)} "
+            "have no default value. Give exactly these attributes, as name=value."
         )
     options = [[given[item]] if item in given else list(_USUAL_ATTRIBUTES[item]) for item in known.attributes]
     kinds = _ANY if not known.attributes and known.fewest < 3 else "matrix"

@@ -1,8 +1,9 @@
-"""Enumerate all terms up to a number of operators, and find those with equal values: candidates for rules.
+"""Enumerate all terms up to a number of operators, and find terms with equal values: candidates for rules.
 
-Terms are made bottom up, all of one operator and one pair of shapes at once, over random elements of a prime field. Of
-terms with equal values one represents the others, and only representatives are operands of further terms (as in Ruler:
-Nandi et al., OOPSLA 2021): every equality of terms whose parts are not representatives follows from smaller ones.
+Terms are built bottom up and evaluated on random elements of a prime field. All terms of one operator and one pair of
+operand shapes are computed at once. Among terms with equal values, the first represents the others, and only
+representatives become operands of larger terms (as in Ruler: Nandi et al., OOPSLA 2021). Nothing is lost: an equality
+of terms with other operands follows from smaller equalities.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 
 @dataclass(slots=True)
 class Enumeration:
-    """Terms as columns: the step (-1: a given tensor, numbered by the first operand) and two operands.
+    """Enumerated terms, as arrays with one entry per term.
 
-    ``pairs``: (term, representative of the same value) for every term that is not a representative.
+    ``steps``: the index of the term's step in the domain; -1 for a tensor of the domain, whose index is then in
+    ``first``. ``first`` and ``second``: the operands, as numbers of terms (``second`` is -1 for one operand).
+    ``pairs``: shape (pairs, 2): each term that is not a representative, with the representative of equal value.
     """
 
     domain: Domain
@@ -45,7 +48,7 @@ class Enumeration:
     pairs: NDArray[np.int32]
 
     def expression(self, term: int) -> Expression:
-        """Return the term in the language of rules."""
+        """Return a term as an expression."""
         step = int(self.steps[term])
         if step < 0:
             return Name(self.domain.tensors[int(self.first[term])][0])
@@ -72,19 +75,22 @@ class _Batch:
 def enumerate_terms(
     domain: Domain, most_operators: int, *, seed: int = 0, events: EventSink | None = None
 ) -> Enumeration:
-    """All terms of up to ``most_operators`` operators over a domain."""
+    """Return all terms of up to ``most_operators`` operators over a domain, and the pairs with equal values."""
     return _Enumerating(domain, most_operators, seed, events or NullSink()).run()
 
 
 def hold_elsewhere(found: Enumeration, domain: Domain, *, seed: int = 1) -> NDArray[np.bool_]:
-    """By pair, whether both terms are well typed and equal at the sizes of another domain with the same steps."""
+    """Return, for each of ``found.pairs``, whether both terms are well typed and equal in ``domain``.
+
+    ``domain``: a domain with the same steps and tensors, and other sizes.
+    """
     keys = _Evaluating(found, domain, seed).keys()
     one, two = keys[found.pairs[:, 0]], keys[found.pairs[:, 1]]
     return np.asarray((one == two) & (one != 0))
 
 
 def concrete(domain: Domain, step: OperatorStep) -> dict[str, Any]:
-    """Return a step's attributes in numbers."""
+    """Return a step's attributes with the domain's numbers in place of named sizes."""
     sizes = dict(domain.sizes)
     return {name: value_of(value, {}, sizes) for name, value in step.attributes}
 

@@ -1,11 +1,13 @@
-"""`generate_rules`: enumerate terms, compare them elsewhere, prove the equal ones, find a basis of the rules.
+"""`generate_rules`: find rewrite rules by enumerating terms.
 
-Rules of several outputs combine terms that are parts of one. If ``slice(t, start, cut) = a`` and ``slice(t, cut, stop)
-= b`` are rules, a and b both follow from t, computed once: two products of one input are the halves of one product with
-concatenated weights.
-
-Equal terms become candidates (`unique_candidates`). For each candidate, the most general reading is kept that is proved
-and not refuted by trials (`readings`, `prove_candidates`). `find_basis` chooses the basis.
+1. Terms are enumerated, and pairs with equal values are compared at two other sets of sizes.
+2. Equal pairs become candidates (`unique_candidates`). A candidate's attributes can be generalised in several ways
+   (`readings`); the most general reading that trials do not refute and that is proved becomes the rule
+   (`prove_candidates`).
+3. `find_basis` chooses a basis, from which the other rules follow.
+4. Rules about adjacent slices of one term are combined into rules of two outputs. If ``slice(t, start, cut) = a`` and
+   ``slice(t, cut, stop) = b`` are rules, a and b can both be computed from one t: two products of one input are the
+   halves of one product with concatenated weights.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RuleCandidate:
-    """Two terms that were equal at all tested sizes; ``size``: their number of operators."""
+    """Two terms that were equal at all tested sizes; ``size``: the number of operators of each."""
 
     left: int
     right: int
@@ -52,10 +54,11 @@ class RuleCandidate:
 
 
 def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[RuleCandidate]:
-    """Return candidates among the pairs that hold, small ones first: one for all renamings, commutations and shapes.
+    """Return the pairs for which ``holds`` is True as candidates without duplicates, those with few operators first.
 
-    Left out are pairs that differ only in names, order of commuting operands, or shapes; pairs whose right side has a
-    tensor that the left lacks; and pairs that follow from another one by using one tensor for several.
+    Pairs that differ only in names of tensors, in the order of commuting operands or in shapes become one candidate.
+    A pair is dropped if its right side has a tensor that the left side lacks, or if it is a special case of another
+    pair, with one tensor in place of several.
     """
     writer = _Writer(found)
     groups: dict[tuple[Tokens, Tokens], dict[Tokens, RuleCandidate]] = defaultdict(dict)
@@ -79,7 +82,7 @@ def unique_candidates(found: Enumeration, holds: NDArray[np.bool_]) -> list[Rule
 
 
 def rule_of_candidate(found: Enumeration, candidate: RuleCandidate, name: str) -> Rule:
-    """Return the candidate as a rule, with the ranks of its tensors."""
+    """Return a candidate as a rule that is restricted to the ranks of its tensors."""
     left, right = found.expression(candidate.left), found.expression(candidate.right)
     rule = Rule(name=name, left=(left,), right=(right,), source="generated")
     ranks = tuple((tensor, len(found.domain.shape(tensor))) for tensor in rule.names)
@@ -136,7 +139,11 @@ _MOST_READINGS = 40
 # every position of the cut, or only for the rows of one of its tensors; both are tried, and the first that is proved is
 # taken.
 def readings(rule: Rule, domain: Domain) -> Iterator[Rule]:
-    """Yield the rule with sizes, windows and shapes of attributes replaced, general readings first."""
+    """Yield generalisations of a rule, the most general first, at most 40.
+
+    Sizes and shapes in attributes, and the parameters of convolutions and pools, are replaced by letters (any value) or
+    by sizes of the rule's tensors.
+    """
     found = [part for side in (*rule.left, *rule.right) for part in _attributes(side)]
     slots = list(dict.fromkeys(found))
     options = [list(_options(name, value, rule, domain, slots)) for name, value in slots]
@@ -214,7 +221,7 @@ _LIMITS = SaturationLimits(rounds=4, nodes=60_000, seconds=600.0, matches=20_000
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """A candidate and its proved rule."""
+    """A candidate and the rule that was proved for it."""
 
     candidate: RuleCandidate
     rule: Rule
@@ -226,7 +233,7 @@ class Proved:
 def find_basis(
     found: Enumeration, proved: Sequence[Proved], events: EventSink | None = None
 ) -> tuple[list[Proved], list[Proved]]:
-    """Return the basis and the rules that follow from it."""
+    """Divide proved rules into (basis, rules that follow from the basis); ``proved`` is in order of size."""
     sink = events or NullSink()
     basis: list[Proved] = []
     derived: list[Proved] = []
@@ -253,7 +260,7 @@ def find_basis(
 
 
 def follows(found: Enumeration, candidates: Sequence[RuleCandidate], rules: Sequence[Rule]) -> list[bool]:
-    """Return for each candidate whether an e-graph derives it from the rules."""
+    """Return for each candidate whether an e-graph with these rules shows its two terms to be equal."""
     ways = [way for rule in rules for way in directions(rule)]
     answers = []
     for start in range(0, len(candidates), _AT_ONCE):
@@ -265,7 +272,7 @@ def follows(found: Enumeration, candidates: Sequence[RuleCandidate], rules: Sequ
 
 
 def commuting(domain: Domain) -> list[Rule]:
-    """Return the commutativity rules of operators: terms are enumerated with operands in one order."""
+    """Return the commutativity rules of a domain's commuting operators, whose operands are enumerated in one order."""
     return [
         rule_of(f"{step.operator} commutes", f"{step.operator}(x, y)", f"{step.operator}(y, x)", source="enumeration")
         for step in domain.steps
@@ -301,7 +308,8 @@ def generate_rules(
 ) -> RuleBook:
     """Return rules between terms of up to ``most_operators`` operators, each proved for all sizes.
 
-    ``steps``: operators besides the usual ones; with some, only rules about them are kept.
+    ``steps``: additional operators; if given, only rules that contain one of them are kept. ``processes``: the number
+    of processes for proofs. ``seed``: seed of random numbers. ``events``: receives progress events.
     """
     sink = events or NullSink()
     domain = usual_domain(*steps)
@@ -358,7 +366,7 @@ def _entry(rule: Rule, *, basis: bool) -> BookRule:
 
 
 def joined_rules(rules: Sequence[Rule]) -> Iterator[Rule]:
-    """Return rules of two outputs, from pairs of rules about the parts of one term."""
+    """Yield rules of two outputs, each from two rules about adjacent slices of one term."""
     firsts: dict[tuple[Expression, object, object], list[Rule]] = {}
     for rule in rules:
         cut = _cut(rule)
@@ -401,7 +409,7 @@ _TOGETHER = 16
 
 
 def prove_candidates(rules: Sequence[Rule], domain: Domain, processes: int = 1) -> Iterator[Rule | None]:
-    """Return, for each rule of a candidate, in order, its proved reading, or None."""
+    """Yield, for each rule of a candidate, in order, its most general proved reading; None if no reading is proved."""
     work = partial(proved_reading, domain=domain)
     if processes == 1:
         yield from map(work, rules)
@@ -411,7 +419,7 @@ def prove_candidates(rules: Sequence[Rule], domain: Domain, processes: int = 1) 
 
 
 def proved_reading(rule: Rule, domain: Domain) -> Rule | None:
-    """Return the first reading that is proved."""
+    """Return the first reading that trials do not refute and that is proved; None if there is no such reading."""
     for reading in readings(rule, domain):
         likely = try_rule(reading, num_sizes=2).counter_example is None
         if likely and prove(reading, questions=_QUESTIONS).status == "proved":

@@ -1,7 +1,7 @@
-"""Rule files of other systems, read as rules.
+"""Read files of rewrite rules, also those of TASO and Unity.
 
-`read_rule_file` chooses the format by the name: Meshwright's TOML, TASO's protobuf (``.pb``), Unity's JSON or a rule
-book.
+`read_rule_file` chooses the format by the file's suffix: Meshwright's TOML (``.toml``), TASO's protobuf (``.pb``),
+Unity's JSON or a rule book (``.json``).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["read_rule_file", "read_taso", "read_unity"]
 
 
 def read_rule_file(path: str | Path) -> list[Rule]:
-    """Return the rules of a file of any supported kind. Raises RewriteError for any other file."""
+    """Return the rules of a file of any supported format. Raises RewriteError for a missing or any other file."""
     place = Path(path)
     readers = {".toml": read_rules, ".pb": read_taso, ".json": _read_json}
     if place.suffix not in readers:
         raise RewriteError(
-            f"{place} ends in {place.suffix or 'nothing'!r}; expected rules in .toml, a file of TASO (.pb), or one of "
-            "Unity or a rule book (.json)."
+            f"{place} ends in {place.suffix or 'nothing'!r}; expected a file of rules: Meshwright's (.toml), TASO's "
+            "(.pb), Unity's (.json) or a rule book (.json)."
         )
     if not place.is_file():
-        raise RewriteError(f"There is no file {place}. Give a file of rules.")
+        raise RewriteError(f"There is no file {place}. Give the path of a file of rules.")
     return readers[place.suffix](place)
 
 

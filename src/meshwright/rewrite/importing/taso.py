@@ -1,9 +1,10 @@
-"""TASO's ``graph_subst.pb``: rules over concat, matmul, add, mul, conv, ReLU and split.
+"""Read TASO's substitution rules (``graph_subst.pb``), over concat, matmul, add, mul, conv, ReLU and split.
 
-The file is a protobuf message: rules (field 1) of source operators (1), target operators (2) and mapped outputs (3).
-Conventions of its operators (jiazhihao/TASO, ``include/taso/ops.h``): a convolution is padded to "same" and takes its
-groups from the channels of input and weight; the generator's own convolutions have one group, so those on the left are
-read so. A split undoes a concat: on the right it cuts where the shapes of both sides become the same.
+The file is a protobuf message: rules (field 1), each with source operators (1), target operators (2) and mapped outputs
+(3). Conventions of TASO's operators (jiazhihao/TASO, ``include/taso/ops.h``): a convolution is padded to "same", and
+its number of groups follows from the channels of input and weight. TASO's generator only uses convolutions of one
+group, so source convolutions are read that way. A split is the inverse of a concat: on the right side, a tensor is
+split at the position that gives both sides the same shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _SAME = 0
 
 @operator
 def conv_same(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
-    """Return a convolution of one group, padded to "same" for odd kernels."""
+    """Return a convolution of one group with "same" padding (for odd kernels).
+
+    x: (n, c, h, w); weight: (o, c, kh, kw).
+    """
     a.same(x.rank, 4, "dims of a convolution's input")
     a.same(x.shape[1], weight.shape[1], "channels of a convolution")
     return _padded_same(a, x, weight, stride, 1)
@@ -46,9 +50,9 @@ def conv_same(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, 
 
 @operator
 def conv_same_grouped(a: Arithmetic, x: Indexed, weight: Indexed, *, stride: tuple[Any, ...]) -> Indexed:
-    """Return a grouped convolution, padded to "same" for odd kernels.
+    """Return a grouped convolution with "same" padding (for odd kernels).
 
-    The number of groups is the input's channels over the channels of the weight.
+    The number of groups is x.shape[1] / weight.shape[1].
     """
     a.same(x.rank, 4, "dims of a convolution's input")
     groups = a.quotient(x.shape[1], weight.shape[1], "channels of a grouped convolution")
@@ -61,21 +65,21 @@ def _padded_same(a: Arithmetic, x: Indexed, weight: Indexed, stride: tuple[Any, 
 
 
 def read_taso(path: str | Path, *, grouped: bool = False) -> list[Rule]:
-    """Return the rules of a file; ``grouped``: convolutions on the left may have several groups, too.
+    """Return the rules of TASO's file ``graph_subst.pb``.
 
-    Raises RewriteError if the file is not a rule file of TASO or is damaged.
+    ``grouped``: convolutions on the left side may have several groups, too. Raises RewriteError if the file is not a
+    rule file of TASO or is damaged.
     """
     place = Path(path)
     data = place.read_bytes()
     if len(data) > _MOST_BYTES:
-        raise RewriteError(f"{place} has {len(data):,} bytes; a rule file has at most {_MOST_BYTES:,}.")
+        raise RewriteError(f"{place} has {len(data):,} bytes; expected a rule file of at most {_MOST_BYTES:,} bytes.")
     try:
         return [_rule(message, index, place.name, grouped) for index, (_, message) in enumerate(_fields(data))]
     except (IndexError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RewriteError(
-            f"{place} is not a rule file of TASO, or is damaged ({type(error).__name__}: {error}); expected the "
-            f"protobuf "
-            "message of graph_subst.pb."
+            f"{place} is not a rule file of TASO, or is damaged ({type(error).__name__}: {error}); expected a protobuf "
+            "file like TASO's graph_subst.pb."
         ) from error
 
 
@@ -137,7 +141,7 @@ class _Built:
         values = record.parameters
         if record.kind == "split":
             if output > 1:
-                raise ValueError(f"output {output} of a split in two")
+                raise ValueError(f"output {output} of a split that has outputs 0 and 1")
             cut = Formula("", (f"cut_{self._side}{place}",))
             axis = values["axis"]
             end = Formula("", (f"end_{self._side}{place}",))
@@ -147,13 +151,13 @@ class _Built:
             return Call("concat", tuple(operands), (("axis", values["axis"]),))
         if record.kind == "conv":
             if values["pad"] != _SAME:
-                raise ValueError("a convolution that is not padded to the same size")
+                raise ValueError(f"a convolution with padding mode {values['pad']}; only {_SAME} ('same') is supported")
             made = Call(self._convolution, tuple(operands), (("stride", (values["stride_h"], values["stride_w"])),))
             return Call("relu", (made,)) if values.get("activation") == _RELU else made
         if record.kind in ("matmul", "add", "mul", "relu"):
             made = Call(record.kind, tuple(operands))
             return Call("relu", (made,)) if values.get("activation") == _RELU else made
-        raise ValueError(f"an operator {record.kind} with a meaning that is not stated")
+        raise ValueError(f"the operator {record.kind!r} is not supported")
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
@@ -166,10 +170,10 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
         elif key & 7 == 2:
             length, place = _varint(data, place)
             if place + length > len(data):
-                raise ValueError("a field that ends after the file's end")
+                raise ValueError("a field is longer than the rest of the file")
             value, place = data[place : place + length], place + length
         else:
-            raise ValueError(f"a field of wire type {key & 7}")
+            raise ValueError(f"a field has the protobuf wire type {key & 7}; expected 0 or 2")
         yield key >> 3, value
 
 
@@ -182,7 +186,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
         if byte < 128:
             return result, place
         shift += 7
-    raise ValueError("a number of more than 10 bytes")
+    raise ValueError("a number has more than 10 bytes")
 
 
 def _numbers(message: bytes | int) -> dict[int, int]:

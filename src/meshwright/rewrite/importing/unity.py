@@ -1,12 +1,12 @@
-"""Unity's ``graph_subst_3_v2.json``: rules over linear, concat, split, ReLU, add, mul and the four parallel operators.
+"""Read Unity's rules: linear, concat, split, ReLU, add, mul and its four parallel operators.
 
-Tensors have three dims: replicas, rows, features. The file does not define its operators; this reading makes its
-equalities true (flexflow/FlexFlow, ``substitutions/graph_subst_3_v2.json``):
+The file (flexflow/FlexFlow, ``substitutions/graph_subst_3_v2.json``) does not define its operators. The following
+reading makes nearly all of its equalities true. Tensors have three dims: replicas, rows, features.
 
-* `replicate`, `partition`, `combine`, `reduce` as `operators.parallel` has them: copies next to each other, sums of
-  parts;
-* a linear layer's weight is (replicas, out features, in features), and it reads the first replica of both operands, as
-  if all were copies. Where they are not (a concat of unlike tensors along dim 0), numbers are dropped.
+* `replicate`, `partition`, `combine` and `reduce` as in `operators.parallel`: replicas are adjacent, shards are summed;
+* a linear layer's weight is (replicas, out features, in features). The layer reads only replica 0 of input and weight,
+  as if all replicas were copies. Where they are not copies (a concat of different tensors along dim 0), the other
+  replicas are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _PLAIN = {"OP_EW_ADD": "add", "OP_EW_MUL": "mul", "OP_RELU": "relu"}
 
 @operator
 def linear_of_copies(a: Arithmetic, x: Indexed, weight: Indexed) -> Indexed:
-    """x: (replicas, rows, in); weight: (replicas, out, in); the first replica of both is read."""
+    """Return Unity's linear layer, which reads only replica 0 of both operands.
+
+    x: (replicas, rows, in); weight: (replicas, out, in); result: (1, rows, out).
+    """
     a.same(x.rank, _DIMS, "dims of a linear layer's input")
     a.same(weight.rank, _DIMS, "dims of a linear layer's weight")
     a.same(x.shape[2], weight.shape[2], "inner sizes of a linear layer")
@@ -42,18 +45,19 @@ def linear_of_copies(a: Arithmetic, x: Indexed, weight: Indexed) -> Indexed:
 
 
 def read_unity(path: str | Path) -> list[Rule]:
-    """Return the rules of a file; RewriteError if it is not a rule file of Unity or is damaged."""
+    """Return the rules of Unity's JSON file. Raises RewriteError if it is not a rule file of Unity or is damaged."""
     place = Path(path)
     if place.stat().st_size > _MOST_BYTES:
-        raise RewriteError(f"{place} has {place.stat().st_size:,} bytes; a rule file has at most {_MOST_BYTES:,}.")
+        raise RewriteError(
+            f"{place} has {place.stat().st_size:,} bytes; expected a rule file of at most {_MOST_BYTES:,} bytes."
+        )
     try:
         entries = json.loads(place.read_text())["rule"]
         return [_rule(entry, index, place.name) for index, entry in enumerate(entries)]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise RewriteError(
-            f"{place} is not a rule file of Unity, or is damaged ({type(error).__name__}: {error}); expected the JSON "
-            f"of "
-            "graph_subst_3_v2.json."
+            f"{place} is not a rule file of Unity, or is damaged ({type(error).__name__}: {error}); expected a JSON "
+            "file like Unity's graph_subst_3_v2.json."
         ) from error
 
 
@@ -94,4 +98,4 @@ def _build(record: Record, operands: list[Expression], output: int, place: int) 
         cut, end = Formula("", (f"cut{place}",)), Formula("", (f"end{place}",))
         bounds = (("start", cut), ("stop", end)) if output else (("start", 0), ("stop", cut))
         return Call("slice", tuple(operands), (("axis", values["PM_AXIS"]), *bounds))
-    raise ValueError(f"an operator {record.kind} with a meaning that is not stated")
+    raise ValueError(f"the operator {record.kind!r} is not supported")

@@ -1,4 +1,4 @@
-"""Operators, each defined by one declaration of every number of its result."""
+"""Operators of rewriting, each declared by one function that defines every element of the result."""
 
 from meshwright.rewrite.operators import elementwise, layout, parallel, products, reductions
 from meshwright.rewrite.operators.elementwise import OPERATORS, Operator, operator

@@ -1,11 +1,14 @@
-"""Declare an operator (`operator`) by one function that defines each number of its result; elementwise operators.
+"""`operator`, the decorator that declares an operator, and the elementwise operators.
+
+An operator is declared by one function that defines each element of its result:
 
     @operator
     def transpose(a, x, *, order):
         return Indexed(tuple(x.shape[dim] for dim in order), lambda *i: x[undo(i, order)])
 
-``a`` is the machine that the definition runs on (`calculus.whole`); then come the operands, then, after the star, the
-attributes. Shapes, values over doubles and prime fields, and proofs for all sizes follow from this one function.
+``a`` is the arithmetic on which the definition runs (`calculus.whole.Arithmetic`: symbols, doubles or a prime field).
+Then come the operands and, after the star, the attributes. The result's shape, its values and proofs for all sizes
+follow from this one function.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ Takes = Literal["number", "bool", "any"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """A declared operator.
+    """A declared operator; ``define`` is the function that defines the elements of its result.
 
-    ``fewest`` and ``most``: the number of operands (None: any number). ``attributes``: names, in order. ``dtype``: the
-    result's: that of the first operand, "bool", or that of the attribute ``dtype``. ``takes``: what its operands hold:
-    floating-point numbers, truth values, or anything, all the same.
+    ``fewest`` and ``most``: bounds on the number of operands (``most`` None: no upper bound). ``attributes``: names, in
+    order. ``dtype``: the result's dtype: "first" (that of the first operand), "bool", or "attribute" (the value of the
+    attribute ``dtype``). ``takes``: the kind of the operands' elements: "number" (floating-point), "bool", or "any"
+    (any dtype, the same for all operands).
     """
 
     name: str
@@ -41,19 +45,24 @@ class Operator:
     takes: Takes = "number"
 
     def check(self, num_operands: int, attributes: dict[str, Any]) -> None:
-        """Raise IllTypedError if operands or attributes are missing or too many."""
+        """Raise IllTypedError for a wrong number of operands or for missing or unknown attributes."""
         if num_operands < self.fewest or (self.most is not None and num_operands > self.most):
             most = "more" if self.most is None else self.most
             raise IllTypedError(f"{self.name} takes {self.fewest} to {most} operands, {num_operands} were given")
         if set(attributes) != set(self.attributes):
-            raise IllTypedError(f"{self.name} has the attributes {list(self.attributes)}, given: {sorted(attributes)}")
+            raise IllTypedError(
+                f"{self.name} has the attributes {list(self.attributes)}; {sorted(attributes)} were given"
+            )
 
 
 OPERATORS: dict[str, Operator] = {}
 
 
 def operator(define: Definition | None = None, *, dtype: ResultDtype = "first", takes: Takes = "number") -> Any:
-    """Declare the operator of this function's name."""
+    """Declare an operator: a decorator for its definition, whose name (without a final _) becomes the operator's.
+
+    ``dtype`` and ``takes`` as in `Operator`. Raises ValueError if an operator of that name exists.
+    """
 
     def declare(function: Definition) -> Definition:
         parameters = list(inspect.signature(function).parameters.values())[1:]
@@ -77,7 +86,10 @@ def operator(define: Definition | None = None, *, dtype: ResultDtype = "first", 
 
 # Operands of elementwise operators have one shape (torch's implicit broadcasting is a separate `broadcast`).
 def each(a: Arithmetic, function: Callable[..., Any], *operands: Indexed) -> Indexed:
-    """Return the tensor of a function of operands of one shape."""
+    """Return the tensor whose elements are ``function`` of the operands' elements at the same index.
+
+    All operands must have the same shape.
+    """
     first = operands[0]
     for other in operands[1:]:
         a.same(first.rank, other.rank, "ranks of operands")
@@ -92,7 +104,7 @@ def inverse_root(a: Arithmetic, one: Any) -> Any:
 
 
 def declare_function(name: str, function: str | None = None) -> None:
-    """Declare the pointwise operator of a function of one number."""
+    """Declare the elementwise operator ``name`` that applies a function of one number (by default that of its name)."""
 
     def define(a: Arithmetic, x: Indexed) -> Indexed:
         return each(a, lambda one: a.apply(function or name, one), x)
@@ -235,17 +247,20 @@ def where(a: Arithmetic, condition: Indexed, x: Indexed, y: Indexed) -> Indexed:
 
 @operator(dtype="attribute", takes="any")
 def bitcast(a: Arithmetic, x: Indexed, *, dtype: str) -> Indexed:
-    """Return bytes read as another dtype of the same width."""
+    """Return the bytes of x read as another dtype of the same width (torch's ``view(dtype)``)."""
     return each(a, lambda one: a.apply(f"bitcast:{dtype}", one), x)
 
 
 @operator(dtype="attribute", takes="any")
 def cast(a: Arithmetic, x: Indexed, *, dtype: str) -> Indexed:
-    """Return numbers converted; rounding has no known laws, so casts have laws only if both sides cast."""
+    """Return x converted to another dtype.
+
+    Rounding has no algebraic law but idempotence, so a rule can only be proved if both sides cast.
+    """
     return each(a, lambda one: a.apply(f"cast:{dtype}", one), x)
 
 
 @operator
 def full(a: Arithmetic, *, shape: tuple[Any, ...], value: float) -> Indexed:
-    """Return the same number everywhere."""
+    """Return a tensor of the given shape in which every element is ``value``."""
     return Indexed(tuple(shape), lambda *i: a.number(value))

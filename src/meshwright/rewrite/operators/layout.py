@@ -1,4 +1,4 @@
-"""Operators that move numbers without computing."""
+"""Operators that copy, move or repeat elements without arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def product_of(sizes: Sequence[Any]) -> Any:
-    """Return the product of sizes; 1 for no sizes."""
+    """Return the product of sizes; 1 if ``sizes`` is empty."""
     result: Any = 1
     for size in sizes:
         result = result * size
@@ -20,13 +20,13 @@ def product_of(sizes: Sequence[Any]) -> Any:
 
 
 def check_axis(x: Indexed, axis: int) -> None:
-    """Raise IllTypedError unless the tensor has the axis."""
+    """Raise IllTypedError unless 0 <= axis < the tensor's rank."""
     if not 0 <= axis < x.rank:
-        raise IllTypedError(f"dim {axis} of a tensor of {x.rank} dims")
+        raise IllTypedError(f"dim {axis} does not exist in a tensor of {x.rank} dims")
 
 
 def replaced(index: Sequence[Any], axis: int, place: Any) -> tuple[Any, ...]:
-    """Return the index with another position in one dim."""
+    """Return a copy of ``index`` (or a shape) in which the entry of dim ``axis`` is ``place``."""
     return (*index[:axis], place, *index[axis + 1 :])
 
 
@@ -34,10 +34,10 @@ def replaced(index: Sequence[Any], axis: int, place: Any) -> tuple[Any, ...]:
 def concat(a: Arithmetic, x: Indexed, *others: Indexed, axis: int) -> Indexed:
     check_axis(x, axis)
     for other in others:
-        a.same(x.rank, other.rank, "ranks of what is put together")
+        a.same(x.rank, other.rank, "ranks of concatenated tensors")
         for dim in range(x.rank):
             if dim != axis:
-                a.same(x.shape[dim], other.shape[dim], "sizes of what is put together")
+                a.same(x.shape[dim], other.shape[dim], "sizes of concatenated tensors in another dim")
     starts, end = [], x.shape[axis]
     for other in others:
         starts.append(end)
@@ -55,7 +55,7 @@ def concat(a: Arithmetic, x: Indexed, *others: Indexed, axis: int) -> Indexed:
 
 @operator(takes="any")
 def slice_(a: Arithmetic, x: Indexed, *, axis: int, start: Any, stop: Any) -> Indexed:
-    """Return numbers ``start <= place < stop`` of one dim."""
+    """Return the elements with ``start <= index < stop`` in dim ``axis``; at least one."""
     check_axis(x, axis)
     a.ordered(0, start, "start of a slice")
     a.ordered(start + 1, stop, "sizes of a slice")
@@ -65,16 +65,16 @@ def slice_(a: Arithmetic, x: Indexed, *, axis: int, start: Any, stop: Any) -> In
 
 @operator(takes="any")
 def transpose(a: Arithmetic, x: Indexed, *, order: tuple[int, ...]) -> Indexed:
-    """Dim ``order[d]`` of the operand becomes dim d."""
+    """Return the tensor with permuted dims: dim ``order[d]`` of x becomes dim d."""
     if sorted(order) != list(range(x.rank)):
-        raise IllTypedError(f"an order {order} of {x.rank} dims")
+        raise IllTypedError(f"{order} is not an order of {x.rank} dims")
     undone = [order.index(dim) for dim in range(x.rank)]
     return Indexed(tuple(x.shape[dim] for dim in order), lambda *i: x[tuple(i[place] for place in undone)])
 
 
 @operator(takes="any")
 def reshape(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
-    a.same(product_of(x.shape), product_of(shape), "numbers before and after")
+    a.same(product_of(x.shape), product_of(shape), "numbers of elements before and after a reshape")
     # Unchanged leading and trailing dims keep their indices: only the changed dims are renumbered.
     first = _num_alike(x.shape, shape)
     last = min(_num_alike(x.shape[::-1], shape[::-1]), min(x.rank, len(shape)) - first)
@@ -96,10 +96,10 @@ def reshape(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
 
 @operator(takes="any")
 def broadcast(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
-    """Return dims of size 1, and missing leading dims, repeated."""
+    """Return x expanded to ``shape``: dims of size 1 and missing leading dims are repeated."""
     missing = len(shape) - x.rank
     if missing < 0:
-        raise IllTypedError(f"{x.rank} dims broadcast to {len(shape)}")
+        raise IllTypedError(f"a tensor of {x.rank} dims cannot be broadcast to {len(shape)} dims")
     pairs = zip(x.shape, shape[missing:], strict=True)
     repeated = [a.repeats(size, wanted, "sizes before and after broadcasting") for size, wanted in pairs]
     places = range(x.rank)
@@ -108,9 +108,9 @@ def broadcast(a: Arithmetic, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
 
 @operator
 def pad(a: Arithmetic, x: Indexed, *, low: tuple[Any, ...], high: tuple[Any, ...]) -> Indexed:
-    """Return zeros added around."""
+    """Return x padded with zeros: in dim d, ``low[d]`` before and ``high[d]`` after its elements."""
     if len(low) != x.rank or len(high) != x.rank:
-        raise IllTypedError(f"padding of {len(low)} and {len(high)} dims for {x.rank}")
+        raise IllTypedError(f"a tensor of {x.rank} dims has paddings of {len(low)} (low) and {len(high)} (high) dims")
     sizes = tuple(size + before + after for size, before, after in zip(x.shape, low, high, strict=True))
 
     def at(*i: Any) -> Any:
@@ -133,7 +133,7 @@ def reverse(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
 @operator(takes="any")
 def embedding(a: Arithmetic, table: Indexed, ids: Indexed) -> Indexed:
     if table.rank != 2:
-        raise IllTypedError(f"a table of {table.rank} dims, not 2")
+        raise IllTypedError(f"an embedding table has {table.rank} dims, expected 2")
     rank = ids.rank
     return Indexed(
         (*ids.shape, table.shape[1]),

@@ -1,7 +1,7 @@
-"""Unity's operators that distribute a tensor over devices, by their effect on numbers.
+"""The operators of Unity that distribute a tensor over devices, defined by their effect on its elements.
 
-A tensor on several devices is written as one tensor, with the parts adjacent in one dim: `partition` and `combine`
-change placement but no number; `replicate` adds copies; `reduce` adds the parts up.
+A tensor on several devices is written as one tensor whose shards are adjacent in one dim. `partition` and `combine`
+change the placement but no element; `replicate` adds copies; `reduce` sums the shards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.rewrite.operators.layout import check_axis, replaced
 
 @operator(takes="any")
 def partition(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
-    """Return the parts of one dim on ``degree`` devices."""
+    """Return x, with dim ``axis`` sharded over ``degree`` devices (no element changes)."""
     check_axis(x, axis)
     a.quotient(x.shape[axis], degree, "a dim of equal parts")
     return x
@@ -23,7 +23,7 @@ def partition(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 @operator(takes="any")
 def combine(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
-    """Return the parts of one dim brought together (an all-gather)."""
+    """Return x, with the ``degree`` shards of dim ``axis`` gathered (an all-gather; no element changes)."""
     check_axis(x, axis)
     a.quotient(x.shape[axis], degree, "a dim of equal parts")
     return x
@@ -31,7 +31,7 @@ def combine(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 @operator(takes="any")
 def replicate(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
-    """Return copies on ``degree`` devices."""
+    """Return ``degree`` copies of x, one per device, adjacent in dim ``axis``."""
     check_axis(x, axis)
     size = x.shape[axis]
     return Indexed(replaced(x.shape, axis, size * degree), lambda *i: x[replaced(i, axis, a.divided(i[axis], size)[1])])
@@ -39,7 +39,7 @@ def replicate(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
 
 @operator
 def reduce(a: Arithmetic, x: Indexed, *, axis: int, degree: Any) -> Indexed:
-    """Return the sum of the devices' parts (an all-reduce)."""
+    """Return the sum of the ``degree`` shards of dim ``axis`` (an all-reduce)."""
     check_axis(x, axis)
     part = a.quotient(x.shape[axis], degree, "a dim of equal parts")
     return Indexed(

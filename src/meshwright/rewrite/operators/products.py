@@ -1,4 +1,4 @@
-"""Products and convolutions: sums over an index that two operands share."""
+"""Matrix products, linear layers, convolutions and attention: sums of products over a common index."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from meshwright.rewrite.operators.elementwise import each, operator
 
 @operator
 def matmul(a: Arithmetic, x: Indexed, y: Indexed) -> Indexed:
-    """x: (..., m, k); y: (k, n), or (..., k, n) with the leading sizes of x."""
+    """Return the matrix product. x: (..., m, k); y: (k, n), or (..., k, n) with the leading sizes of x."""
     if x.rank < 2 or y.rank not in (2, x.rank):
-        raise IllTypedError(f"a product of tensors of {x.rank} and {y.rank} dims")
+        raise IllTypedError(f"a matrix product cannot take tensors of {x.rank} and {y.rank} dims")
     a.same(x.shape[-1], y.shape[-2], "inner sizes of a product")
     lead = y.rank - 2
     for one, two in zip(x.shape[:lead], y.shape[:lead], strict=True):
@@ -25,9 +25,9 @@ def matmul(a: Arithmetic, x: Indexed, y: Indexed) -> Indexed:
 
 @operator
 def linear(a: Arithmetic, x: Indexed, weight: Indexed, bias: Indexed | None = None) -> Indexed:
-    """x: (..., k); weight: (n, k); bias: (n,)."""
+    """Return ``x @ weight.T + bias``. x: (..., k); weight: (n, k); bias: (n,)."""
     if x.rank < 1 or weight.rank != 2:
-        raise IllTypedError(f"a linear layer on {x.rank} dims with a weight of {weight.rank}")
+        raise IllTypedError(f"a linear layer cannot take an input of {x.rank} dims and a weight of {weight.rank} dims")
     a.same(x.shape[-1], weight.shape[1], "inner sizes of a linear layer")
 
     def at(*i: Any) -> Any:
@@ -49,7 +49,7 @@ def conv1d(
     dilation: tuple[Any, ...],
     groups: Any,
 ) -> Indexed:
-    """x: (n, c, w); weight: (o, c / groups, k)."""
+    """Return torch's conv1d. x: (n, c, w); weight: (o, c / groups, k); bias: (o,)."""
     return convolve(a, x, weight, bias, stride, padding, dilation, groups, 1)
 
 
@@ -65,7 +65,7 @@ def conv2d(
     dilation: tuple[Any, ...],
     groups: Any,
 ) -> Indexed:
-    """x: (n, c, h, w); weight: (o, c / groups, kh, kw)."""
+    """Return torch's conv2d. x: (n, c, h, w); weight: (o, c / groups, kh, kw); bias: (o,)."""
     return convolve(a, x, weight, bias, stride, padding, dilation, groups, 2)
 
 
@@ -73,12 +73,12 @@ def conv2d(
 def attention(
     a: Arithmetic, q: Indexed, k: Indexed, v: Indexed, mask: Indexed | None = None, *, scale: Any, causal: bool
 ) -> Indexed:
-    """Scaled dot-product attention over (..., tokens, features).
+    """Return scaled dot-product attention of q, k and v, each (..., tokens, features).
 
-    ``mask`` is added to the scores; ``causal``: token i reads tokens 0 to i.
+    ``scale`` multiplies the scores. ``mask`` is added to them. ``causal``: token i attends to tokens 0 to i.
     """
     if not q.rank == k.rank == v.rank >= 2:
-        raise IllTypedError(f"attention over tensors of {q.rank}, {k.rank} and {v.rank} dims")
+        raise IllTypedError(f"attention cannot take tensors of {q.rank}, {k.rank} and {v.rank} dims")
     keys = Indexed((*k.shape[:-2], k.shape[-1], k.shape[-2]), lambda *i: k[(*i[:-2], i[-1], i[-2])])
     scores = each(a, lambda one: one * a.number(scale), matmul(a, q, keys))
     if mask is not None:
@@ -109,10 +109,13 @@ def convolve(
     groups: Any,
     dims: int,
 ) -> Indexed:
-    """Return a convolution over ``dims`` dims."""
+    """Return a convolution over ``dims`` spatial dims; ``stride``, ``padding`` and ``dilation`` have one entry per dim.
+
+    x: (n, c, spatial...); weight: (o, c / groups, kernel...); bias: (o,) or None.
+    """
     _check_ranks(x, weight, dims)
     a.same(x.shape[1], weight.shape[1] * groups, "channels of a convolution")
-    per_group = a.quotient(weight.shape[0], groups, "output channels by groups")
+    per_group = a.quotient(weight.shape[0], groups, "output channels of a convolution by groups")
     axes = range(dims)
     sizes = tuple(
         a.floored(x.shape[2 + d] + 2 * padding[d] - (weight.shape[2 + d] - 1) * dilation[d] - 1, stride[d]) + 1
@@ -138,7 +141,9 @@ def convolve(
 
 def _check_ranks(x: Indexed, weight: Indexed, dims: int) -> None:
     if x.rank != dims + 2 or weight.rank != dims + 2:
-        raise IllTypedError(f"a convolution over {dims} dims of tensors of {x.rank} and {weight.rank} dims")
+        raise IllTypedError(
+            f"a convolution over {dims} dims cannot take an input of {x.rank} dims and a weight of {weight.rank} dims"
+        )
 
 
 def _with_bias(a: Arithmetic, result: Indexed, bias: Indexed | None, size: Any) -> Indexed:

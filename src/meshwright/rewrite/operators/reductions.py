@@ -1,4 +1,4 @@
-"""Operators that reduce many numbers to one: sums, maxima, pools, normalisations, softmax."""
+"""Operators that reduce over a dim or a window: sums, maxima, pooling, normalisation, softmax."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mean(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
 
 @operator
 def variance(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
-    """Mean squared distance from the mean."""
+    """Return the mean squared distance from the mean over dim ``axis`` (no Bessel correction)."""
     check_axis(x, axis)
     size, share = x.shape[axis], a.inverse_size(x.shape[axis])
 
@@ -58,7 +58,10 @@ def amin(a: Arithmetic, x: Indexed, *, axis: int, keep: bool) -> Indexed:
 
 @operator
 def softmax(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
-    """exp(x) / Σ exp(x): torch subtracts the maximum first, which does not change the exact result."""
+    """Return exp(x) / Σ exp(x) over dim ``axis``.
+
+    torch subtracts the maximum first, which does not change the exact result.
+    """
     check_axis(x, axis)
 
     def at(*i: Any) -> Any:
@@ -82,7 +85,7 @@ def log_softmax(a: Arithmetic, x: Indexed, *, axis: int) -> Indexed:
 def avg_pool2d(
     a: Arithmetic, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
 ) -> Indexed:
-    """Return sums over windows, including padding zeros, divided by the kernel's size."""
+    """Return the mean of each window; padding counts as zeros, so each sum is divided by the whole kernel's size."""
 
     def window(body: Callable[..., Any], inside: Callable[..., Any]) -> Any:
         taps = a.total(
@@ -98,7 +101,7 @@ def avg_pool2d(
 def max_pool2d(
     a: Arithmetic, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
 ) -> Indexed:
-    """Return the largest of each window."""
+    """Return the largest element of each window; padding never counts."""
 
     def window(body: Callable[..., Any], inside: Callable[..., Any]) -> Any:
         return a.largest(
@@ -118,10 +121,10 @@ def _pooled(
     window: Callable[..., Any],
 ) -> Indexed:
     if x.rank != 4:
-        raise IllTypedError(f"a pool over 2 dims of a tensor of {x.rank} dims")
+        raise IllTypedError(f"pooling takes a tensor of 4 dims, {x.rank} were given")
     for before, size in zip(padding, kernel, strict=True):
         # Required by torch; then no window consists of padding only.
-        a.ordered(2 * before, size, "a pool's padding")
+        a.ordered(2 * before, size, "twice the padding of a pool, and its kernel")
     height, width = x.shape[2:]
     sizes = (
         a.floored(height + 2 * padding[0] - kernel[0], stride[0]) + 1,
@@ -145,7 +148,7 @@ def _pooled(
 def batch_norm(
     a: Arithmetic, x: Indexed, mean: Indexed, variance: Indexed, weight: Indexed, bias: Indexed, *, eps: float
 ) -> Indexed:
-    """Normalised by given statistics of dim 1, as in inference."""
+    """Return x normalised per channel (dim 1) by the given mean and variance, as in inference."""
     check_axis(x, 1)
     for one in (mean, variance, weight, bias):
         a.same(one.rank, 1, "dims of a channel's statistic")
@@ -172,13 +175,13 @@ def _standardised(a: Arithmetic, x: Any, total: Callable[..., Any], inverse: Any
 def layer_norm(
     a: Arithmetic, x: Indexed, weight: Indexed | None = None, bias: Indexed | None = None, *, eps: float
 ) -> Indexed:
-    """Normalised over the last dim."""
+    """Return x normalised over the last dim, times weight, plus bias."""
     return _last_normalised(a, x, weight, bias, eps, centre=True)
 
 
 @operator
 def rms_norm(a: Arithmetic, x: Indexed, weight: Indexed | None = None, *, eps: float) -> Indexed:
-    """Divided by the root of the mean square over the last dim."""
+    """Return x divided by the root of its mean square over the last dim, times weight."""
     return _last_normalised(a, x, weight, None, eps, centre=False)
 
 
@@ -207,9 +210,9 @@ def _last_normalised(
 def group_norm(
     a: Arithmetic, x: Indexed, weight: Indexed | None = None, bias: Indexed | None = None, *, groups: int, eps: float
 ) -> Indexed:
-    """x: (n, c, h, w), normalised over c / groups, h and w."""
+    """Return x (n, c, h, w) normalised over h, w and the c / groups channels of a group, times weight, plus bias."""
     if x.rank != 4:
-        raise IllTypedError(f"a group norm over a tensor of {x.rank} dims, not 4")
+        raise IllTypedError(f"a group norm takes a tensor of 4 dims, {x.rank} were given")
     per_group = a.quotient(x.shape[1], groups, "channels of a group norm")
     for one in (weight, bias):
         if one is not None:

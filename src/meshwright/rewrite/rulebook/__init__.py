@@ -1,4 +1,7 @@
-"""The rule book: rules that were generated and proved, as data. Reading it needs neither the generator nor a prover."""
+"""The rule book: a file of rewrite rules that were generated or written by hand, and then proved.
+
+Reading a rule book needs neither the generator nor the prover (z3).
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ _MOST_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BookRule:
-    """A proved rule. ``basis``: whether it is in the basis, from which the others follow.
+    """A proved rule of a rule book.
 
-    ``ranks``: dims of its tensors, in the order of ``rule.names``, for which it is proved. ``special``: its effect on
-    NaN and infinity.
+    ``ranks``: the combinations of ranks (numbers of dims) for which the rule is proved, each with one rank for each
+    tensor of ``rule.names``. ``special``: the rule's effect on NaN and infinity. ``basis``: True if the rule belongs
+    to the basis, the rules from which all others of the book follow.
     """
 
     rule: Rule
@@ -36,20 +40,26 @@ class BookRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleBook:
-    """Rules with their origin: ``provenance`` has the domain, the number of terms, and the program."""
+    """Rules with their origin.
+
+    ``provenance`` describes how the rules were made, for example the generator's domain and its number of terms.
+    """
 
     rules: tuple[BookRule, ...]
     provenance: dict[str, Any]
 
     @property
     def basis(self) -> tuple[BookRule, ...]:
-        """The rules from which all follow."""
+        """The rules of the basis, from which all rules of the book follow."""
         return tuple(entry for entry in self.rules if entry.basis)
 
 
 @cache
 def shipped_rule_book(name: ShippedBook = "generated") -> RuleBook:
-    """Return the rules that ship with Meshwright: generated, or written (``NAME.toml``) and proved."""
+    """Return a rule book that ships with Meshwright.
+
+    The rules of "generated" were found by the generator. Those of "torch" and "xla" were written by hand and proved.
+    """
     data = files("meshwright.rewrite.rulebook").joinpath(f"{name}.json.gz").read_bytes()
     return parse_rule_book(json.loads(gzip.decompress(data)), f"the shipped rule book {name!r}")
 
@@ -59,28 +69,33 @@ def read_rule_book(path: str | Path) -> RuleBook:
     place = Path(path)
     try:
         if place.stat().st_size > _MOST_BYTES:
-            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes; a rule book is smaller.")
+            raise RewriteError(f"{place} has more than {_MOST_BYTES:,} bytes, the most that a rule book may have.")
         document = json.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RewriteError(f"{place} cannot be read: {error.strerror}. Give a rule book.") from error
+        raise RewriteError(f"{place} cannot be read: {error.strerror}. Give the path of a rule book.") from error
     except (ValueError, RecursionError) as error:
         raise RewriteError(f"{place} is not a JSON document ({error}); give a rule book.") from error
     return parse_rule_book(document, str(place))
 
 
 def parse_rule_book(document: Any, place: str) -> RuleBook:
-    """Return a rule book from its document."""
+    """Return the rule book of a parsed JSON document; ``place`` names its origin in error messages.
+
+    Raises RewriteError for a document of another schema version or a damaged one.
+    """
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
         raise RewriteError(f"{place} is not a rule book of schema version {SCHEMA_VERSION}. Generate it again.")
     try:
         rules = tuple(_entry(entry, place) for entry in document["rules"])
         return RuleBook(rules=rules, provenance=dict(document["provenance"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RewriteError(f"{place} is a damaged rule book ({type(error).__name__}: {error}).") from error
+        raise RewriteError(
+            f"{place} is a damaged rule book ({type(error).__name__}: {error}). Generate it again."
+        ) from error
 
 
 def write_rule_book(book: RuleBook, path: str | Path) -> None:
-    """Write a rule book as JSON."""
+    """Write a rule book to ``path`` as JSON, in the format of `read_rule_book`."""
     rules = [_document(entry) for entry in book.rules]
     document = {"schema_version": SCHEMA_VERSION, "provenance": book.provenance, "rules": rules}
     write_text(json.dumps(document, indent=1) + "\n", path)
@@ -115,6 +130,9 @@ def _entry(entry: dict[str, Any], place: str) -> BookRule:
     )
     ranks = tuple(tuple(map(int, ranks)) for ranks in entry["proved"])
     if any(len(each) != len(rule.names) for each in ranks):
-        raise RewriteError(f"{place} has a rule {rule.name!r} that is proved for other tensors than {rule.names}.")
+        raise RewriteError(
+            f"In {place}, an entry of 'proved' of rule {rule.name!r} does not have one rank for each of its tensors "
+            f"{', '.join(rule.names)}. Generate the rule book again."
+        )
     special = Special(lost=tuple(map(str, entry.get("lost", ()))), changed=tuple(map(str, entry.get("changed", ()))))
     return BookRule(rule=rule, ranks=ranks, special=special, basis=entry.get("basis") is True)

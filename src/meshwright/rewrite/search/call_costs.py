@@ -1,8 +1,9 @@
-"""Costs of nodes (`CallCosts`), each as the torch call that it becomes; times of whole models (`alternate`).
+"""Costs of an e-graph's nodes (`CallCosts`) in seconds; timings of whole models (`alternate`).
 
-The cost model estimates calls. They are identified by everything that their cost depends on (`TorchCall`), so that
-equal calls of a deep model are estimated once. Unmeasured calls can be timed here (`measure`), all in one run with
-their own memory, so that no weight is in a cache that would not be there in the model.
+Each node is costed as the torch call that it becomes, by the cost model. A `TorchCall` holds everything on which the
+cost of a call depends, so that equal calls of a deep model are estimated once. Calls without a measurement can be
+timed on this machine (`CallCosts.measure`). All calls are then timed in one run, each with its own tensors, so that no
+weight is in a cache that would not be there in the model.
 """
 
 from __future__ import annotations
@@ -44,13 +45,12 @@ _TURN_S = 0.01
 def alternate(
     candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, clock: Callable[[], float] | None = None
 ) -> NDArray[np.float64]:
-    """Return seconds of each candidate in each round, shape (rounds or more, candidates).
+    """Run candidates in turns; return the seconds of each in each round, shape (rounds run, candidates).
 
-    A short candidate runs several times per round, and its median counts. At least 5 rounds, however long they take;
-    more than ``rounds`` where they take less than a second.
-
-    Where torch works on one thread, ``clock`` counts the processor time of this thread, which other programs on the
-    machine disturb least; otherwise it is the wall's.
+    A short candidate runs several times per round, and the median counts. There are at least 5 rounds, however long
+    they take, and more than ``rounds`` if all rounds take less than a second. ``budget_s``: seconds after which no
+    further round starts. ``clock``: a function that returns seconds; by default the processor time of this thread if
+    torch uses one thread (other programs disturb it least), else wall-clock time.
     """
     clock = clock or (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
     times = [_fitting(candidate) for candidate in candidates]
@@ -84,9 +84,10 @@ def _timed(candidate: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def speedups(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return how many times faster than the first each candidate is, and the half width of the 95 % interval.
+    """Return, for each candidate, its speedup over candidate 0 and half the width of the speedup's 95 % interval.
 
-    Ratios are of lower quartiles; the interval is from rounds drawn again.
+    ``seconds``: the result of `alternate`, shape (rounds, candidates). A speedup is a ratio of lower quartiles over
+    rounds; the interval comes from resampling rounds (bootstrap).
     """
     rng = np.random.default_rng(0)
     draws = rng.integers(len(seconds), size=(200, len(seconds)))
@@ -98,7 +99,7 @@ def speedups(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
 
 
 def forward_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
-    """Return a function that runs one inference of a module on a batch's (args, kwargs)."""
+    """Return a function that runs one inference of a module; ``tensors`` is a batch as (args, kwargs)."""
     args, kwargs = tensors
 
     def run() -> Any:
@@ -109,7 +110,10 @@ def forward_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
 
 
 def step_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
-    """Return a function that runs forward and backward of a module on a batch; gradients are computed and dropped."""
+    """Return a function that runs one forward and backward of a module; ``tensors`` is a batch as (args, kwargs).
+
+    Gradients of all parameters are computed and discarded.
+    """
     args, kwargs = tensors
 
     def run() -> Any:
@@ -124,7 +128,7 @@ def step_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Restore, after the block, the module's buffers and attributes and torch's random state."""
+    """Restore a module's buffers and attributes, and torch's random state on the CPU, when the ``with`` block ends."""
     parts = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
     held = {id(tensor): tensor for _, _, buffers in parts for tensor in buffers.values() if tensor is not None}
     values = {key: tensor.detach().clone() for key, tensor in held.items()}
@@ -147,7 +151,11 @@ FREE = (INPUT, OPAQUE, ITEM, "full")
 
 
 class Operand(NamedTuple):
-    """``number``: the value of a constant operand, if the same everywhere; ``weight``: independent of the batch."""
+    """An operand of a torch call, as far as the call's cost depends on it.
+
+    ``weight``: True if the operand does not depend on the batch. ``number``: the value of an operand whose elements
+    all have one known value; else None.
+    """
 
     type: TensorType
     weight: bool
@@ -155,7 +163,7 @@ class Operand(NamedTuple):
 
 
 class TorchCall(NamedTuple):
-    """All that the cost of a node depends on."""
+    """The torch call of a node: everything on which its cost depends. ``type`` is the type of its result."""
 
     operator: str
     operands: tuple[Operand, ...]
@@ -164,7 +172,7 @@ class TorchCall(NamedTuple):
 
 
 def call_of(graph: EGraph, known: ClassFacts, cls: int, node: TermNode) -> TorchCall:
-    """Return the call that a node becomes."""
+    """Return the torch call that ``node`` of class ``cls`` becomes."""
     operands = tuple(
         Operand(graph.types[child], child in known.constant, known.number.get(child))
         for child in map(graph.find, node.operands)
@@ -173,16 +181,20 @@ def call_of(graph: EGraph, known: ClassFacts, cls: int, node: TermNode) -> Torch
 
 
 class CallCosts:
-    """Seconds by call, on one kind of device; with the backward pass in training.
+    """Seconds of torch calls on one kind of device; in training forward plus backward, else forward only.
 
-    ``measuring``: chosen calls will be timed (`measure`), so that until then a call costs the low end of its interval:
-    a cheap one is not missed for lack of a measurement. Once calls of an operator were timed, the low end of the
-    others is raised by the least factor by which the timed ones exceeded theirs.
+    ``measuring``: chosen calls will be timed (`measure`). Until a call is timed, its cost is the low end of its
+    interval, so that no cheap call is missed. Once calls of an operator were timed, the low ends of its other calls are
+    multiplied by the smallest factor by which timed seconds exceeded the low end. Raises MeasurementError if
+    ``measuring`` and the cost model has no measurements.
     """
 
     def __init__(self, cost: CostModel, device: DeviceKind, *, training: bool, measuring: bool = False) -> None:
         if measuring and cost.measurements is None:
-            raise MeasurementError("There is no table to add measured calls to; give measurements.")
+            raise MeasurementError(
+                "The cost model has no measurements to which timed calls could be added. Give the cost model "
+                "measurements, or pass measuring=False."
+            )
         self.cost, self.device, self.training, self.measuring = cost, device, training, measuring
         self._seconds: dict[TorchCall, float] = {}
         self._measured: dict[TorchCall, bool] = {}
@@ -190,17 +202,17 @@ class CallCosts:
         self._slower: dict[str, float] = {}
 
     def seconds(self, call: TorchCall) -> float:
-        """Return the seconds of a call that was estimated; infinity if torch has no such operator."""
+        """Return the seconds of a call that `estimate` has seen; infinity if torch has no such operator."""
         raised = 1.0 if self._measured.get(call, True) else self._slower.get(call.operator, 1.0)
         return self._seconds[call] * raised
 
     @property
     def num_calls(self) -> int:
-        """Number of calls that were estimated."""
+        """The number of distinct calls with a cost."""
         return len(self._seconds)
 
     def estimate(self, calls: Iterable[TorchCall]) -> None:
-        """Estimate the costs of new calls, all at once."""
+        """Estimate the costs of calls that have no cost yet, all at once."""
         new = [call for call in dict.fromkeys(calls) if call not in self._seconds]
         writable = [call for call in new if call.operator in EMITTERS]
         self._seconds.update((call, float("inf")) for call in new if call.operator not in EMITTERS)
@@ -219,7 +231,10 @@ class CallCosts:
     def measure(
         self, calls: Iterable[TorchCall], *, repeats: int = 10, budget_s: float = 30.0, events: EventSink | None = None
     ) -> int:
-        """Time the calls that the cost model has not measured, on this thread; return their number."""
+        """Time those of ``calls`` that have no measurement, in this thread; return their number.
+
+        ``calls`` must have been estimated. The timings replace the estimates and are added to the cost model.
+        """
         missing = [call for call in dict.fromkeys(calls) if self._measured.get(call) is False]
         if not missing:
             return 0

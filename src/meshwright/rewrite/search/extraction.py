@@ -1,7 +1,7 @@
-"""The cheapest graph of an e-graph (`extract`): one node of each class that is needed, shared terms counted once.
+"""Find the cheapest graph of an e-graph (`extract`): one node of each needed class; shared nodes are counted once.
 
-The options (`ClassOptions`) decompose into parts, each an integer program for HiGHS: ``x`` says whether a node is
-chosen, ``y`` whether a class is needed.
+The problem separates into independent groups of classes (`ClassOptions.parts`). Each group is an integer program for
+HiGHS: ``x`` is 1 if a node is chosen, ``y`` is 1 if a class is needed.
 
     minimise   Σ seconds · x
     where      y(certain) = 1,   Σ x(nodes of c) = y(c),   y(d) ≥ Σ x(nodes of c that read d)
@@ -41,12 +41,12 @@ _ENDLESS = 1e100
 
 
 def complexity(nodes: Iterable[TermNode]) -> float:
-    """Return a tiny number of seconds that only breaks ties between equal costs."""
+    """Return a tiny number of seconds, by numbers of nodes and operands, that breaks ties between equal costs."""
     return sum(_PER_NODE + _PER_OPERAND * len(node.operands) for node in nodes)
 
 
 class Waiting:
-    """A queue of classes, each contained once, first in, first out."""
+    """A first-in, first-out queue of classes without duplicates."""
 
     def __init__(self, classes: Iterable[int]) -> None:
         self._queue = deque(classes)
@@ -56,20 +56,20 @@ class Waiting:
         return bool(self._queue)
 
     def add(self, classes: Iterable[int]) -> None:
-        """Add classes that are not in the queue."""
+        """Append the classes that are not in the queue."""
         new = [cls for cls in dict.fromkeys(classes) if cls not in self._inside]
         self._queue.extend(new)
         self._inside.update(new)
 
     def pop(self) -> int:
-        """Return the next class."""
+        """Remove and return the first class."""
         cls = self._queue.popleft()
         self._inside.discard(cls)
         return cls
 
 
 class Option(NamedTuple):
-    """A node of a class: its seconds, and the classes that it reads, except leaves."""
+    """A node that may be chosen for its class: its cost in seconds, and the classes of its operands except leaves."""
 
     seconds: float
     node: TermNode
@@ -88,9 +88,10 @@ class Option(NamedTuple):
 # - A node is *dominated* if another node of its class, with the trees of all classes that only that one reads, costs
 #   less than the node alone: in any graph, that node could take its place without a cycle.
 class ClassOptions:
-    """By class, the options that may be in a cheapest graph.
+    """The options (nodes) of each class that may be in a cheapest graph; ``of`` maps a class to them.
 
-    ``seconds`` of a class and one of its nodes; infinity for nodes that must not be chosen. ``leaves`` cost nothing.
+    ``roots``: the classes to compute. ``seconds(class, node)``: a node's cost in seconds; infinity if the node must not
+    be chosen. ``leaves``: classes that cost nothing.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class ClassOptions:
         self.readers: Mapping[int, list[int]] = self._find_readers()
 
     def reads(self, node: TermNode) -> frozenset[int]:
-        """Return the classes that a node reads, except leaves."""
+        """Return the classes of a node's operands, except leaves."""
         return frozenset(map(self._graph.find, node.operands)) - self._leaves
 
     def follow(self, chosen: Mapping[int, TermNode]) -> dict[int, TermNode]:
-        """Return the classes that the roots need under a choice, with their nodes."""
+        """Return the part of a choice (a node by class) from which the roots are computed."""
         nodes: dict[int, TermNode] = {}
         todo = list(self.roots)
         while todo:
@@ -136,9 +137,9 @@ class ClassOptions:
         return nodes
 
     def parts(self) -> list[list[int]]:
-        """Return classes in groups that can be chosen independently of each other, except for cycles.
+        """Return the classes in groups whose nodes can be chosen independently, apart from cycles across groups.
 
-        A certain class is present in any case, so that only uncertain classes connect groups.
+        A certain class is part of every graph, so only uncertain classes connect groups.
         """
         group = {cls: cls for cls in self.of}
 
@@ -158,7 +159,7 @@ class ClassOptions:
         return list(found.values())
 
     def by_trees(self) -> dict[int, TermNode]:
-        """Return for each class the node of its cheapest tree: a choice without cycles, if not the cheapest one."""
+        """Return for each class the first node of its cheapest tree: an acyclic choice, not always the cheapest."""
         _, best = self._trees({}, {})
         return {cls: self.of[cls][place].node for cls, place in best.items()}
 
@@ -221,7 +222,7 @@ class ClassOptions:
                 return frozenset(cls for cls in self.of if bit[cls] & certain)
 
     def served(self, cls: int, option: Option, readers: Iterable[int]) -> list[tuple[int, int]]:
-        """Return the options of ``readers`` (class, position) for which this option is needed, not a detour."""
+        """Return (class, position) of the options of ``readers`` that read ``cls`` and for which this one is needed."""
         found = []
         for reader in readers:
             for place, through in enumerate(self.of[reader]):

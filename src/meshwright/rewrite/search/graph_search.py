@@ -1,6 +1,7 @@
-"""`graph_search`: a cheaper graph of the same outputs, among all that rules lead to.
+"""Search the cheapest graph that is equivalent to a given one under a set of rules (`GraphSpace`).
 
-Rules fill an e-graph (`grow`), the cost model estimates its nodes, and HiGHS chooses (`extraction`).
+Rules add equivalent nodes to an e-graph (`grow`), the cost model gives each node a cost in seconds, and an integer
+program, solved by HiGHS, chooses the cheapest graph (`extraction`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ _MOST_MEMBERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grown:
-    """How an e-graph grew: ``ended`` is why it stopped, ``cut`` the rules with too many matches."""
+    """The result of `grow`: size of the e-graph, rounds and seconds.
+
+    ``ended``: "saturated" if nothing new appeared, else the limit that was reached. ``cut``: the rules whose matches
+    exceeded their limit, so that some were not applied.
+    """
 
     rounds: int
     ended: Ended
@@ -44,11 +49,12 @@ class Grown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundGraph:
-    """A graph of the same outputs. ``before_s`` and ``after_s`` are predicted; ``proved``: no graph is cheaper.
+    """An equivalent graph that the search chose.
 
-    ``rules``: the rules that added chosen nodes, with the number of nodes. ``united``: the rules that showed two of
-    the original graph's terms to be equal, so that one remains, with their number. ``choice``: its nodes by class of
-    the e-graph.
+    ``terms``: the graph. ``effects``: the term whose token orders its writes and random draws, or None. ``before_s``
+    and ``after_s``: predicted seconds of the original and of this graph. ``proved``: True if no graph of the e-graph is
+    cheaper. ``rules``: by rule, the number of this graph's nodes that it added. ``united``: by rule, the number of
+    times that it showed two terms of the original graph to be equal. ``choice``: the node of each class.
     """
 
     terms: Terms
@@ -63,11 +69,15 @@ class FoundGraph:
 
 
 class CircularError(Exception):
-    """A choice in which a node needs its own result."""
+    """A choice of nodes contains a cycle: a node needs its own result."""
 
 
 class GraphSpace:
-    """All graphs that rules lead to from one graph; estimated, ready for a choice."""
+    """All graphs that rules derive from one graph, as an e-graph, from which the cheapest can be chosen.
+
+    ``effects``: the term whose token orders writes and random draws, or None. ``frozen``: weights never change
+    (inference). ``finite``: names of stored tensors that contain only finite numbers, now and later.
+    """
 
     def __init__(self, terms: Terms, effects: int | None, *, frozen: bool, finite: Set[str] = frozenset()) -> None:
         self._terms, self._effects, self._frozen = terms, effects, frozen
@@ -76,7 +86,7 @@ class GraphSpace:
         self._look()
 
     def grow(self, rules: Guided, limits: SaturationLimits) -> Grown:
-        """Apply rules within limits; the limit of nodes counts new ones."""
+        """Apply rules within limits; ``limits.nodes`` counts only the nodes that are added."""
         limits = replace(limits, nodes=limits.nodes + len(self.graph))
         grown = grow(self.graph, rules, limits)
         self._look()
@@ -92,7 +102,7 @@ class GraphSpace:
         self._origins = Counter(map(self.graph.find, set(self._classes.values())))
 
     def call(self, cls: int, node: TermNode) -> TorchCall | None:
-        """Return the call that a node of a class becomes; None for one that costs nothing."""
+        """Return the torch call that a node of class ``cls`` becomes; None for a node that costs nothing."""
         if node.operator in FREE:
             return None
         found = self._calls.get((cls, node))
@@ -101,24 +111,24 @@ class GraphSpace:
         return found
 
     def calls(self) -> list[TorchCall]:
-        """All calls that a choice may need."""
+        """Return the torch calls of all nodes that a choice may contain, each once."""
         pairs = ((cls, node) for cls in self._reachable() for node in self.graph.nodes(cls))
         return list(dict.fromkeys(call for cls, node in pairs if (call := self.call(cls, node)) is not None))
 
     def calls_of(self, found: FoundGraph) -> list[TorchCall]:
-        """Return the calls of a chosen graph, and of the original one."""
+        """Return the torch calls of a chosen graph and of the original graph, each once; without those of constants."""
         pairs = ((cls, node) for choice in (found.choice, self._first) for cls, node in choice.items())
         used = (self.call(cls, node) for cls, node in pairs if cls not in self.known.constant)
         return list(dict.fromkeys(call for call in used if call is not None))
 
     def seconds(self, choice: Mapping[int, TermNode], costs: CallCosts) -> float:
-        """Return the seconds of a choice at these costs."""
+        """Return the predicted seconds of a choice; constants cost nothing."""
         graph, constant = self.graph, self.known.constant
         pairs = ((cls, node) for cls, node in choice.items() if cls not in constant and not is_token(graph, cls))
         return sum(costs.seconds(call) for cls, node in pairs if (call := self.call(cls, node)) is not None)
 
     def with_costs(self, found: FoundGraph, costs: CallCosts) -> FoundGraph:
-        """Return the same graph at other costs, at which it may not be the cheapest."""
+        """Return the same graph with seconds by other costs; its ``proved`` is False."""
         before_s, after_s = self.seconds(self._first, costs), self.seconds(found.choice, costs)
         return replace(found, before_s=before_s, after_s=after_s, proved=False)
 
@@ -143,7 +153,10 @@ class GraphSpace:
         return chosen
 
     def choose(self, costs: CallCosts, grown: Grown, *, limit_s: float = 4.0, without: str = "") -> FoundGraph:
-        """Return the cheapest graph; ``without``: without the nodes of that rule. All `calls` must have costs."""
+        """Return the cheapest graph; all `calls` must have costs.
+
+        ``limit_s``: seconds for the integer programs. ``without``: a rule whose nodes must not be chosen.
+        """
         graph, constant, first, reasons = self.graph, self.known.constant, self._first, self._reasons
         kept = set(first.items())
 
@@ -179,7 +192,11 @@ class GraphSpace:
 
 
 def grow(graph: EGraph, rules: Guided, limits: SaturationLimits) -> Grown:
-    """Simplify until nothing is new, then explore one round and merge, and so on, within limits."""
+    """Apply rules to an e-graph in rounds until nothing new appears or a limit is reached.
+
+    In each round, simplifying rules are applied until nothing new appears (at most 8 times), then exploring rules once,
+    folding rules twice, and merges.
+    """
     start = time.perf_counter()
     merging = Merging()
     seen = [0, 0, 0]
@@ -217,9 +234,9 @@ def _grown(graph: EGraph, rounds: int, ended: Ended, cut: Mapping[str, None], st
 
 
 def build_terms(graph: EGraph, nodes: Mapping[int, TermNode], roots: Iterable[int]) -> tuple[Terms, dict[int, int]]:
-    """Return terms of a choice, and the term of each class that the roots need.
+    """Return the graph of a choice (a node by class), and the term of each class that the roots need.
 
-    Raises CircularError for one with a circle.
+    Raises CircularError if the choice contains a cycle.
     """
     terms = Terms()
     place: dict[int, int] = {}

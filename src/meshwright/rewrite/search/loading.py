@@ -1,4 +1,4 @@
-"""`load` terms into an e-graph, and find the classes that are constant or one number (`find_known`)."""
+"""Put terms into an e-graph (`load`); find classes that do not depend on the batch or are one number (`find_known`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _GIVEN = ("parameter", "buffer", "constant")
 def load(
     terms: Terms, outputs: Sequence[int], finite: Set[str] = frozenset(), *, frozen: bool = False
 ) -> tuple[EGraph, dict[int, int]]:
-    """Return an e-graph of the terms that outputs need, and the class of each term.
+    """Return an e-graph of the terms from which ``outputs`` are computed, and the class of each term.
 
-    ``finite``: names of given tensors that contain finite numbers, and always will. ``frozen``: weights do not change.
+    ``finite``: names of stored tensors that contain only finite numbers, now and later. ``frozen``: parameters and
+    buffers never change (inference).
     """
     graph = EGraph()
     classes: dict[int, int] = {}
@@ -37,14 +38,18 @@ def load(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """By class: whether it is independent of the batch (computed once), and its number, if the same everywhere."""
+    """Known facts about classes.
+
+    ``constant``: the classes that do not depend on the batch, so that they are computed once. ``number``: the value of
+    each class whose elements all have one known value.
+    """
 
     constant: frozenset[int]
     number: Mapping[int, float]
 
 
 def find_known(graph: EGraph, *, frozen: bool) -> ClassFacts:
-    """Return facts that follow from weights and numbers alone; ``frozen``: weights do not change (inference)."""
+    """Return which classes are constant or one number; ``frozen``: parameters and buffers never change (inference)."""
     constant: set[int] = set()
     number: dict[int, float] = {}
     readers: dict[int, set[int]] = {}
@@ -96,5 +101,5 @@ def _number(graph: EGraph, node: TermNode, number: dict[int, float]) -> float | 
 
 
 def is_token(graph: EGraph, cls: int) -> bool:
-    """Return whether a class represents an order of effects, or several results, and is not a tensor."""
+    """Return whether a class is not a tensor: a token that orders effects, or a tuple of several results."""
     return graph.types[cls].dtype == TOKEN_DTYPE

@@ -1,10 +1,10 @@
-"""Merges: operators that read one tensor become one operator on joined weights, and slices of its result.
+"""Horizontal merging: operators that read one tensor become one operator on concatenated weights, and slices of it.
 
-A rule of two outputs fits any two of n operators; all pairs, and pairs of their results, are too many. So operators
-that share an operand are taken in one order, and each is joined to the result of those before it: the chain 1, 1+2,
-1+2+3 and so on. All members of the chain stay in the e-graph, and each operator is a slice of each member that
-contains it. There are no slices of slices, which would be duplicates. An operator that needs the result of a member
-cannot be computed together with it, and starts a chain of its own.
+A rule of two outputs matches any two of n operators; all pairs, and pairs of their results, are too many. So the
+operators that share an operand are put into one order, and each is joined with the result of the previous ones: the
+chain 1, 1+2, 1+2+3 and so on. All results of the chain stay in the e-graph, and each operator is a slice of every
+result that contains it. There are no slices of slices, which would be duplicates. An operator that depends on the
+result of another one of the chain cannot be computed together with it, and starts another chain.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ _Member: TypeAlias = "tuple[int, Mapping[str, int], Mapping[str, Any]]"
 
 
 class Merging:
-    """Joins operators along chains; remembers its results and the chains already done."""
+    """Joins operators along chains; remembers joined operators and chains, so that no chain is made twice."""
 
     def __init__(self) -> None:
         self._made: set[int] = set()
         self._seen: set[tuple[str, frozenset[int]]] = set()
 
     def run(self, graph: EGraph, rule: Directed, most_members: int) -> int:
-        """Join what can be joined; return how often something was new."""
+        """Join all operators to which ``rule`` applies; return the number of joins that changed the e-graph.
+
+        ``most_members``: the most operators of one chain.
+        """
         source, following = rule.sources
         assert isinstance(source, Call)
         assert isinstance(following, Call)
@@ -114,7 +117,7 @@ def _is_absorbed(graph: EGraph, cls: int, rule: Directed) -> bool:
 
 
 def joins(rule: Directed) -> bool:
-    """Return whether a rule turns two operators with a shared operand into slices of one, in their order."""
+    """Return whether a rule turns two operators with a shared operand into two slices of one, the first at start 0."""
     if len(rule.sources) != 2 or len(rule.targets) != 2:
         return False
     one, other = rule.sources

@@ -1,10 +1,10 @@
-"""The rules of a search, and their order of urgency.
+"""The rules of a search, grouped by how they are applied (`Guided`).
 
-Directions that leave less to do (`Guided.simplify`) are applied until nothing is new; those that lead to equal or more
-work (`explore`) only a few rounds, because a rule read from right to left may apply to its own result. Of the many
-general laws among them, associativity before all, only uses that make something constant are of interest (`fold`): the
-sums of a deep model have too many orders to enumerate. Rules of several outputs join (`merge`): see
-`search.merging`.
+Each rule can be read in two directions. Directions that reduce the work (`Guided.simplify`) are applied until nothing
+new appears. Directions with equal or more work (`explore`) are applied for a few rounds only, because a rule may apply
+to its own result. Laws that only reorder sums and products, such as associativity, would give too many orders to
+enumerate; they are applied only where they make a subexpression constant (`fold`, constant folding). Rules of two
+outputs join operators that read one tensor (`merge`, see `search.merging`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAVY = frozenset({"matmul", "linear", "conv1d", "conv2d", "attention", "embedd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guided:
-    """Directions of rules, grouped by use."""
+    """Directed rules, grouped by use: see the module's description."""
 
     simplify: tuple[Directed, ...]
     explore: tuple[Directed, ...]
@@ -43,7 +43,7 @@ class Guided:
     fold: tuple[Directed, ...] = ()
 
     def joined(self, other: Guided) -> Guided:
-        """These directions and others."""
+        """Return the directed rules of both, group by group."""
         return Guided(
             simplify=(*self.simplify, *other.simplify),
             explore=(*self.explore, *other.explore),
@@ -54,7 +54,10 @@ class Guided:
 
 @cache
 def shipped_rules(special: SpecialNumbers = "kept") -> Guided:
-    """All shipped rules that may be used: those for torch's kernels, XLA's, and the basis of the generated ones."""
+    """Return the shipped rules: those for torch's kernels, XLA's, and the basis of the generated rules.
+
+    ``special``: which effect of a rule on NaN and infinity is allowed, as in `guide`.
+    """
     own = guide(shipped_rule_book("torch").rules, special)
     others = guide((*shipped_rule_book("xla").rules, *shipped_rule_book().basis), special)
     explore, fold = list(own.explore), list(own.fold)
@@ -72,7 +75,11 @@ def shipped_rules(special: SpecialNumbers = "kept") -> Guided:
 
 
 def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guided:
-    """Return directions of proved rules, each once."""
+    """Return the directions of rules in groups, without duplicates.
+
+    ``special`` limits the effect on NaN and infinity. "same": no effect, unless the tensors are known to be finite.
+    "kept": non-finite results stay non-finite. "ignored": any effect. A rule without ``ranks`` is used at all ranks.
+    """
     simplify, explore, merge, fold = [], [], [], []
     seen = set()
     for entry in entries:

@@ -1,8 +1,6 @@
-"""Converters from ATen operators to declared ones.
+"""Converters from calls of ATen operators to terms of declared operators.
 
-A converter gets a `Reader` and the call's arguments by name, and returns one term, or several for several results, or
-None if the arguments have no equivalent (an average pool that does not count its padding): then the call stays opaque.
-The result is compared with torch's shape and dtype; a term that differs is dropped, and the call stays opaque, too.
+`declaration` describes converters and what happens to calls that they do not convert.
 """
 
 from meshwright.rewrite.fx.aten_in import elementwise, layout, products, reductions

@@ -1,8 +1,8 @@
-"""The type of a converter, and the table of all converters.
+"""The type of converters (from an ATen call to terms), and the table of all converters.
 
-A converter gets a `Reader` and the call's arguments by name, and returns one term, or several for several results, or
-None if the arguments have no equivalent (an average pool that does not count its padding): then the call stays opaque.
-The result is compared with torch's shape and dtype; a term that differs is dropped, and the call stays opaque, too.
+A converter receives a `Reader` and the call's arguments by name. It returns a term (a tuple of terms for several
+results), or None if no declared operator computes the call, such as an average pool that does not count its padding.
+Then the call stays opaque. It also stays opaque if a term's shape or dtype differs from that of torch's result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IN_PLACE = {
 
 
 def converts(*names: str) -> Callable[[Converter], Converter]:
-    """Declare a converter for ATen operators, by their names with overload."""
+    """Register the decorated converter for ATen operators, named with overload, like "add.Tensor"."""
 
     def declare(converter: Converter) -> Converter:
         for name in names:
@@ -47,12 +47,12 @@ def converts(*names: str) -> Callable[[Converter], Converter]:
 
 
 def as_tuple(value: Any, count: int) -> tuple[int, ...]:
-    """One number per dim, from one number or several."""
+    """Return ``count`` numbers, one per dim, from one number (repeated) or a sequence."""
     if isinstance(value, Sequence):
         return tuple(value) * (count if len(value) == 1 else 1)
     return (value,) * count
 
 
 def expected_type(value: torch.Tensor) -> TensorType:
-    """Return torch's type of a result."""
+    """Return the type (shape and dtype) of a tensor, real or fake."""
     return TensorType(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""Converters of products: linear, matrices, convolutions, attention, embedding."""
+"""Converters of linear layers, matrix products, convolutions, attention and embedding."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def _reduction(operator: str) -> Converter:
             return None
         rank = len(r.shape(x))
         chosen = list(range(rank) if dims is None or dims == [] else (dims if isinstance(dims, Sequence) else [dims]))
-        # One after another, sums of low precision may overflow, and the largest of several equal ones has another share
-        # of the gradient.
+        # Reducing one dim after another, a sum of low precision may overflow, and equal maxima divide their gradient
+        # differently.
         if len(chosen) > 1 and (r.dtype(x) in ("float16", "bfloat16") or (r.training and operator in ("amax", "amin"))):
             return None
         for axis in sorted((dim % rank for dim in chosen), reverse=True):
