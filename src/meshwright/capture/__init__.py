@@ -1,9 +1,12 @@
-"""nn.Module → Graph, and Graph → runnable parts.
+"""Capture a PyTorch model as a `Graph`, and cut runnable modules out of it.
 
-`capture_model` traces, describes and checks a model, `check_capture` checks one later; `part` cuts out a runnable
-stage; `flatten_batch` orders a batch as the graph's inputs; `differentiate` gives the joint forward-backward graph;
-`module_parts` makes a module of a graph that has none, except for ops with a graph inside (`own_graph`);
-`capture_calls` makes a graph of single ATen calls.
+* `capture_model` traces a model and compares the graph with it; `check_capture` does the comparison later.
+* `part` returns the module that computes given tensors, such as a pipeline stage; `rebuild` makes such a module from a
+  graph without a captured model; `own_graph` returns the module of an op that contains a graph (such as `torch.cond`).
+* `flatten_batch` returns a batch's tensors in the order of the graph's inputs.
+* `differentiate` returns the joint forward-backward graph.
+* `capture_calls` makes a graph of separate ATen calls.
+* `strides_of` returns the strides of captured tensors.
 """
 
 from meshwright.capture.calls import capture_calls

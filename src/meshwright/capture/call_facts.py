@@ -1,10 +1,9 @@
-"""Facts of operator calls: results, writes, FLOPs (`count_flops`); the legal cuts of a captured model (`judge_cuts`).
+"""Facts about operator calls: results, writes, FLOPs (`count_flops`); legal cuts of a captured model (`judge_cuts`).
 
-`Examiner` finds the facts by running each operator alone on fake tensors, once per distinct call (operator, shapes,
-dtypes and layouts of its tensor arguments, other arguments): what its results look like and whose memory they share,
-what autograd keeps for the backward pass (`saved_tensors_hooks`, told apart by storage), and the floating-point
-operations of forward and backward. A model of 80 equal layers makes each distinct call once, so a graph of thousands of
-ops costs about as much as one layer.
+`Examiner` runs each distinct call (operator, shapes, dtypes and strides of its tensors, other arguments) once, on fake
+tensors. It records the shape, dtype and strides of each result, the memory that results share with arguments, the
+tensors that autograd saves for the backward pass, and the FLOPs of forward and backward. Equal layers make equal calls,
+so a graph of 80 equal layers takes about as long as one layer.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Legality:
-    """``cuts``: where the op list may be cut into stages.
+    """Where a captured model may be cut into stages.
 
-    ``replicable``: whether each stage may recompute an op for itself, per op. ``groups``: the memory group of each
-    tensor.
+    ``cuts``: the legal positions c, each between op c - 1 and op c. ``replicable``: per op, whether several stages may
+    each compute the op for themselves. ``groups``: per tensor, the number of its memory group; tensors that share
+    memory, or may share it, have the same number.
     """
 
     cuts: frozenset[int]
@@ -54,7 +54,10 @@ class Legality:
 # 3. An op is replicable (each stage may recompute it for itself) if it depends on no input, parameter, random number or
 # written memory, and writes nothing.
 def judge_cuts(table: CaptureTable) -> Legality:
-    """Return the legal cuts of a table; raises CaptureError if forward writes to a parameter or a constant."""
+    """Return the legal cuts of a captured model's table.
+
+    Raises CaptureError if forward writes to a parameter or a constant in place.
+    """
     groups = _memory_groups(table)
     mutated = {groups[i] for op in table.ops for i in op.written}
     _refuse_lost_writes(table, groups)
@@ -153,9 +156,9 @@ _NOT_A_WRITE = {"aten::detach_", "aten::requires_grad_"}
 # their running statistics without stating it. Operators tagged ``maybe_aliasing_or_mutating`` may return their first
 # argument. For operators with subgraphs, the subgraphs decide.
 def written_and_aliased(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> tuple[list, list]:
-    """Return the arguments that a call writes, and those that its results may alias.
+    """Return two lists of a call's arguments: those that the call writes, and those that its results may alias.
 
-    Only arguments of type ``kind`` (fx node or slot) are returned.
+    Only arguments of type ``kind`` (fx.Node or Slot) are returned, also from nested lists.
     """
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -177,7 +180,7 @@ def written_and_aliased(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def draws_random(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the call draws random numbers (a dropout that is off does not)."""
+    """Return whether a call draws random numbers; a dropout with p = 0 or outside training does not."""
     branches = [leaf for leaf in args if isinstance(leaf, fx.GraphModule)]
     if branches:
         return any(
@@ -335,7 +338,11 @@ _OWN: dict[Any, Callable[..., int]] = {
 # keys and values. Ours count attention as torch 2.13 does for GPUs (no saving for causal masks; the backward pass
 # recomputes the scores), and a matrix-vector product as 2·rows·columns.
 def count_flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the floating-point operations of one dispatched operator; 0 for those whose arithmetic is not counted."""
+    """Return the FLOPs of one dispatched operator (a multiply-add is 2); 0 for operators that are not counted.
+
+    Matrix products, convolutions, attention and recurrent layers are counted, elementwise operators are not. ``out``
+    is the operator's result.
+    """
     packet = getattr(target, "overloadpacket", None)
     if packet in _OWN:
         return _OWN[packet](*args, **kwargs)
@@ -346,7 +353,7 @@ def count_flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up the operations of everything dispatched while it is active."""
+    """A context manager that adds the FLOPs of all operators dispatched in the ``with`` block to ``total``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +373,11 @@ Source = tuple[Literal["argument", "result", "internal"], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A leaf of what the operator returns: a tensor (``value``, in the memory of ``shares``) or a ``constant``."""
+    """One leaf of an operator's (nested) result: a tensor or a constant.
+
+    ``value``: shape, strides and dtype of a tensor; None for a constant. ``shares``: the tensor whose memory it shares,
+    or None. ``constant``: the value of a leaf that is not a tensor.
+    """
 
     value: ValueLooks | None = None
     shares: Source | None = None
@@ -375,10 +386,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFacts:
-    """What one call does.
+    """Facts about one distinct call of an operator.
 
-    ``saved``: what autograd keeps. ``internals``: shapes and dtypes of tensors that only the backward pass reads.
-    ``followed``: arguments that autograd tracks only after the call, because it wrote to them.
+    ``results``: the leaves of its result, ``structure`` their nesting. ``saved``: the tensors that autograd saves for
+    the backward pass. ``internals``: shape, strides and dtype of saved tensors that are neither arguments nor results.
+    ``followed``: positions of arguments that require a gradient only after the call, because the call wrote to them.
+    ``flops`` and ``backward_flops``: the FLOPs of forward and backward pass.
     """
 
     results: tuple[Result, ...]
@@ -391,7 +404,11 @@ class CallFacts:
 
 
 class Examiner:
-    """Finds the facts of calls and caches them; ``estimate_branch``: the (forward, backward) FLOPs of a subgraph."""
+    """Finds the facts of calls and caches them.
+
+    ``training``: calls run with autograd. ``estimate_branch(subgraph, operands, training)`` returns the (forward,
+    backward) FLOPs of a subgraph, such as a branch of `torch.cond`.
+    """
 
     def __init__(
         self, *, training: bool, estimate_branch: Callable[[fx.GraphModule, list[Any], bool], tuple[int, int]]
@@ -402,7 +419,7 @@ class Examiner:
         self._facts: dict[Any, CallFacts] = {}
 
     def facts(self, target: Any, args: Any, kwargs: dict[str, Any]) -> tuple[CallFacts, list[Slot]]:
-        """Return the facts of the call, and its distinct tensor arguments in order of first occurrence."""
+        """Return the facts of a call, and its distinct tensor arguments (slots) in order of first occurrence."""
         slots: list[Slot] = []
         key = (target, _key(args, slots), _key(kwargs, slots))
         if key not in self._facts:

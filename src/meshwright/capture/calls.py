@@ -1,4 +1,4 @@
-"""`capture_calls`: single ATen calls as one graph, so that they are estimated and timed like the ops of a model."""
+"""`capture_calls`: make a graph of separate ATen calls, which can be estimated and timed like the ops of a model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 def capture_calls(
     graph: fx.Graph, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], *, training: bool
 ) -> Captured:
-    """Return a captured graph of separate ATen calls, each in its own layer, for the given sizes only.
+    """Return a captured graph of the ATen calls in ``graph``, each call in its own layer, for one size of inputs.
 
-    The calls may be independent of each other. ``inputs``: example values of the placeholders (on any device, "meta"
-    too), in order; ``parameters``: values of the `get_attr` nodes, by name. In training, gradients of ``inputs`` that
-    require them are counted.
+    The calls need not depend on each other. ``inputs``: example values of the placeholders, in order, on any device
+    ("meta", too). ``parameters``: values of the `get_attr` nodes, by name. In training, the backward pass includes
+    gradients of those ``inputs`` that require them.
     """
     for node in graph.nodes:
         node.meta = {"module": "", "where": ""}

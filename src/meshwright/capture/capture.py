@@ -1,6 +1,7 @@
-"""`capture_model`: nn.Module + example batch → `Captured`; `verify_capture`: compare a captured model with the model.
+"""Capture a model on an example batch (`capture_model`), and compare the captured model with it (`verify_capture`).
 
-`check_capture` verifies later, `explain_calls` compares dispatched operators, `flatten_batch` orders a batch's tensors.
+`check_capture` does the comparison later; `explain_calls` compares the operators that both dispatch; `flatten_batch`
+returns a batch's tensors in the order of the graph's inputs.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ _Call = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts what is dispatched in the last call, by the module that runs; "" is the model itself.
+    """Counts the operators that torch dispatches in a call, by module path ("" is the model itself).
 
-    Of several calls the last one counts: the first may make what is used from then on.
+    Each new call starts from zero, so that after several calls only the last one counts: a first call may create
+    tables that later calls reuse.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ class Dispatched(TorchDispatchMode):
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """Count, inside the context, the operators that the model dispatches."""
+        """Count the operators that ``model`` dispatches while the context is open."""
         self.calls.clear()
         path = [""]
 
@@ -96,7 +98,10 @@ class Dispatched(TorchDispatchMode):
             yield
 
     def run(self, part: fx.GraphModule, modules: Mapping[str, str], batch: Sequence[torch.Tensor]) -> Any:
-        """Run a part, and count what it dispatches; ``modules`` names the module of each of its nodes."""
+        """Run a part of a captured model on a batch, count the operators that it dispatches, and return its outputs.
+
+        ``modules``: by node name, the path of the module to which the node's operators are assigned.
+        """
         dispatched = self
         self.calls.clear()
 
@@ -114,7 +119,7 @@ class Dispatched(TorchDispatchMode):
 # Views are free. Checks on whole numbers (are these positions packed?) are left out of the graph; they compute nothing
 # that it needs.
 def explain_calls(model: Dispatched, graph: Dispatched) -> str:
-    """Describe how the operators that the graph dispatches differ from the model's; empty if they do not."""
+    """Return a sentence on operators that only the model or only its captured graph dispatches; "" if both agree."""
     wanted, found = sum(model.calls.values(), Counter()), sum(graph.calls.values(), Counter())
     lost = {call for call in wanted - found if any(dtype.is_floating_point for _, dtype in call[1])}
     added = set(found - wanted)
@@ -157,7 +162,7 @@ class _Outcome:
 
 
 def can_verify(model: nn.Module, inputs: Any, targets: Any) -> bool:
-    """Return whether weights and batch hold data, so that the model can run."""
+    """Return whether weights, buffers and batch hold data (none is fake or on "meta"), so that the model can run."""
     batch = [leaf for leaf in pytree.tree_leaves(split_batch(inputs, targets)) if isinstance(leaf, torch.Tensor)]
     return all(holds_data(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch))
 
@@ -168,9 +173,10 @@ def can_verify(model: nn.Module, inputs: Any, targets: Any) -> bool:
 def verify_capture(
     captured: Captured, model: nn.Module, inputs: Any, targets: Any, loss: Callable[..., Any] | None
 ) -> str:
-    """Describe how the graph's operators differ from the model's; empty if not, or if there are branches.
+    """Run two steps of the captured graph and of the model, and compare outputs, gradients and buffers.
 
-    Raises CaptureError unless two steps of the captured graph equal two steps of the model.
+    Returns a sentence on operators that differ (`explain_calls`); "" if they agree, or if the graph has branches
+    (`torch.cond`). Raises CaptureError if the results differ.
     """
     trace = captured.trace
     example = trace.layout.flatten(inputs, targets)
@@ -293,13 +299,11 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A captured model: a graph, with what is needed to cut runnable parts out of it.
+    """A captured model: its graph, and the data from which `part` and `differentiate` make modules and graphs.
 
-    It lives in one process and is not serializable (``graph`` is).
-
-    Parameters and buffers stay the user's own objects. ``trace``, ``table`` and ``legality`` are for `part` and
-    `differentiate`. ``remark``: what the user should know of the capture, such as operators that differ from those that
-    the model itself calls (if `capture_model` verified it); mostly empty.
+    The object cannot be serialised; its ``graph`` can. Parameters and buffers are the model's own objects. ``trace``,
+    ``table`` and ``legality`` are internal. ``remark``: a note for the user, such as operators that differ from those
+    of the model; usually "".
     """
 
     graph: Graph
@@ -325,26 +329,28 @@ def capture_model(
     """Capture ``model`` as a graph that can be planned, estimated, cut into stages and run.
 
     Args:
-        model: any module that torch.export can trace; its weights may be on device "meta" or fake, then nothing is
-            allocated.
-        inputs: example batch: a tensor, a tuple of positional arguments or a dict of keyword arguments. The batch is
-            dim 0.
-        targets: a tensor or a tuple, passed to the loss behind the output.
-        loss: ``loss(output, *targets)`` → scalar, computed by the captured graph. None: a model that returns one
-            scalar, or outputs with a ``loss``, computes it.
-        name: the graph's name; the model's class by default.
-        mode: "training" records what autograd needs; "inference" captures outputs only (a loss is not computed).
-        verify: compare the captured model with the model itself on a small batch, where there are weights.
-        needs_loss: a training graph without loss is refused; False captures the forward part of training alone.
-        autocast: the type of torch's autocast that the captured model will run under; it is traced so, and a model that
-            asks a tensor for its type is answered as there.
-        events: receives progress.
+        model: any module that torch.export can trace; its weights may be fake or on device "meta", so that no memory is
+            needed.
+        inputs: example batch: a tensor, a tuple of positional arguments or a dict of keyword arguments. Dim 0 of the
+            tensors is the batch.
+        targets: a tensor or a tuple of further arguments of the loss.
+        loss: a function ``loss(output, *targets)`` that returns a scalar; the graph includes it. None: the model
+            computes its loss itself, as its only output (a scalar) or as ``loss`` of its outputs.
+        name: the graph's name; by default the name of the model's class.
+        mode: "training" captures the loss and records what autograd saves; "inference" captures the outputs only.
+        verify: compare the captured model with the model on a small batch, if weights and batch hold data.
+        needs_loss: True: raise CaptureError for a training graph without a loss. False: such a graph is returned.
+        autocast: the dtype of torch.autocast under which the captured model will run; the model is traced under the
+            same autocast. None: no autocast.
+        events: receives progress events.
 
     Returns:
-        The captured model; its graph is symbolic in the batch size, or has ``batch_size`` set if the model bakes it in.
+        The captured model. Its graph holds for every batch size, or only for its ``batch_size`` if the sizes in the
+        model do not follow the batch.
 
     Raises:
-        CaptureError: the model cannot be captured faithfully; the message names the module or the source line.
+        CaptureError: the graph would not compute the same as the model; the message names the module or the source
+            line.
     """
     events = events or NullSink()
     training = mode == "training"
@@ -388,11 +394,9 @@ def check_capture(
     loss: Callable[..., torch.Tensor] | None = None,
     autocast: torch.dtype | None = None,
 ) -> Captured:
-    """Verify what `capture_model` captured without ``verify``, and return it.
+    """Compare a captured model with the model, as `capture_model` does with ``verify``; return it with its remark.
 
-    Models without allocated weights are returned unchecked.
-
-    Raises CaptureError if the captured model and the model differ.
+    If weights or batch hold no data, ``captured`` is returned unchecked. Raises CaptureError if the two differ.
     """
     if not can_verify(model, inputs, targets):
         return captured
@@ -402,9 +406,9 @@ def check_capture(
 
 
 def flatten_batch(captured: Captured, inputs: Any, targets: Any = ()) -> tuple[torch.Tensor, ...]:
-    """Return the batch's tensors in the order of ``captured.graph.inputs``.
+    """Return the tensors of a batch in the order of ``captured.graph.inputs``.
 
-    Raises CaptureError if the batch is built unlike the captured example.
+    Raises CaptureError if the batch has another structure than the example batch of the capture.
     """
     return captured.trace.layout.flatten(inputs, targets)
 
@@ -438,5 +442,6 @@ def _capture(
             # The model's sizes do not follow the batch: describe it for this batch size only.
             continue
     raise CaptureError(
-        f"{title}: the sizes of the graph contradict each other at one batch size; this is a defect in Meshwright."
+        f"{title}: the sizes of the graph contradict each other at one batch size; this is a defect of Meshwright, "
+        "please report it."
     )

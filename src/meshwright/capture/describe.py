@@ -1,9 +1,10 @@
-"""`describe_trace`: trace → `spec.Graph`, the facts of every op and tensor, affine in the batch size if possible.
+"""`describe_trace`: describe a trace as a `spec.Graph`, with sizes as functions of the batch size.
 
-Sizes are read off walks at two batch sizes, ``n(b) = fixed + per_sample·b``, and confirmed by a third; a model that is
-not affine, or whose ops differ between batch sizes, is described for its example's batch size only.
+Each size and FLOP count is an affine function of the batch size b: ``fixed + per_sample * b``. It is found from walks
+at two batch sizes and confirmed by a third. A model whose sizes are not affine, or whose ops differ between batch
+sizes, is described for the batch size of its example only.
 
-`crossing_bytes` gives the bytes that cross each cut of the ops; `own_graph` the module of an op with a graph inside.
+`crossing_bytes` returns the bytes that cross each cut; `own_graph` the module of an op that contains a graph.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ if TYPE_CHECKING:
 # A graph keeps only a hash of the graph inside such an op (under `torch.no_grad` in a model, say a table of rotary
 # positions). So its module is cut out of the captured model.
 def has_own_graph(graph: Graph, op: Op) -> bool:
-    """Return whether an op has a graph inside and the same results for every batch."""
+    """Return whether an op contains a graph and has no input or output whose shape depends on the batch size."""
     shapes = (graph.tensors[i].shape for i in (*op.inputs, *op.outputs))
     return "." not in op.kind and not any(extent.per_sample for shape in shapes for extent in shape)
 
 
 def own_graph(captured: Captured, op: Op, *, batch_size: int, device: torch.device = CPU) -> nn.Module:
-    """Return the module that computes an op of the captured graph, or of a local graph of it, from the op's inputs.
+    """Return a module that computes an op of the captured graph from the op's inputs, in order.
 
-    Raises GraphError for a batch size that does not fit the graph.
+    ``op`` may also come from a local graph (of one device under a sharding); it is found by its name. Raises GraphError
+    if the graph is for another batch size only.
     """
     graph = captured.graph
     index = next(i for i, other in enumerate(graph.ops) if other.name == op.name)
@@ -68,12 +70,12 @@ _PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "gene
 
 
 class NotAffineError(Exception):
-    """A size is not an affine function of the batch size."""
+    """A size is not an affine function of the batch size, or the ops differ between batch sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphWithTable:
-    """A graph with the table that its ids come from."""
+    """A graph, the table whose ids its ops and tensors have, and the legal cuts."""
 
     graph: Graph
     table: CaptureTable
@@ -85,9 +87,10 @@ Division = Callable[[Sequence[Op], Sequence[Tensor], Sequence[fx.Node]], tuple[R
 
 
 def describe_trace(trace: FlatTrace, name: str, division: Division | dict[str, bool]) -> GraphWithTable:
-    """Describe the trace, with layers by the model's units or by a user's division.
+    """Return the graph of a trace.
 
-    Raises NotAffineError if the sizes do not follow the batch size affinely.
+    ``division`` determines the layers: the model's units (`find_units`), or a function of (ops, tensors, nodes) that
+    returns ranges of ops. Raises NotAffineError if a size is not an affine function of the batch size.
     """
     example = trace.batch_size
     sizes = (example,) if trace.fixed else (example, 2 * example, 3 * example)
@@ -261,9 +264,9 @@ class _Describer:
 
 
 def fit_extent(sizes: Sequence[int], numbers: Sequence[int]) -> Extent:
-    """Return the affine function through the first two points.
+    """Return the affine function of the batch size that has the values ``numbers`` at the batch sizes ``sizes``.
 
-    Raises NotAffineError if its coefficients are not whole, or if it misses the other points.
+    Raises NotAffineError if there is no such function with whole coefficients and a slope of at least 0.
     """
     if len(set(numbers)) == 1:
         return Extent(numbers[0])
@@ -280,7 +283,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return torch's own name of the node's operator."""
+    """Return torch's name of the node's operator, like "aten.add.Tensor"."""
     target = target_of(node)
     return str(target) if isinstance(target, torch._ops.OpOverload) else str(target.name())
 
@@ -311,7 +314,11 @@ def _branches_text(args: tuple[Any, ...]) -> str:
 
 
 def crossing_bytes(ops: Sequence[Op], tensors: Sequence[Tensor], outputs: Sequence[int], batch_size: int) -> list[int]:
-    """Return, for each position, the bytes of values made before it and used at or after it."""
+    """Return, for each position c from 0 to ``len(ops)``, the bytes that cross a cut in front of op c.
+
+    These are the outputs of ops before c that ops from c on, or the graph's outputs, use. Outputs of replicable ops do
+    not count, because each stage can compute them.
+    """
     last: dict[int, int] = {i: len(ops) for i in outputs}
     for position in range(len(ops) - 1, -1, -1):
         for i in ops[position].inputs:

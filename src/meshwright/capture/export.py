@@ -1,10 +1,15 @@
-"""`trace_model`: nn.Module + example batch → `FlatTrace`; `BatchLayout`: how later batches of this form are flattened.
+"""`trace_model`: trace a module on an example batch as a `FlatTrace`; `BatchLayout`: how batches are flattened.
 
-Steps: wrap model and loss in one module of flat tensors; swap weights that were never allocated (meta or fake) for fake
-CPU tensors, because losses on device "meta" lose their backward pass; export with dim 0 of the batch symbolic, repeated
-blocks traced once (`repeats`); rewrite the result as one flat graph, over the user's own names. The training form of
-torch.export keeps in-place writes and the user's own Parameter objects; decomposed forms break the backward pass of
-batch norm (own experiments, torch 2.13).
+Steps:
+
+1. Wrap model and loss in one module whose arguments are the batch's tensors.
+2. Replace weights without data (meta or fake) by fake CPU tensors, because losses on device "meta" lose their backward
+   pass.
+3. Export with dim 0 of the batch symbolic; trace repeated blocks once (`repeats`).
+4. Rewrite the result as one flat graph, with the model's own names of parameters and buffers.
+
+The training form of torch.export is used: it keeps in-place writes and the model's own Parameter objects. Decomposed
+forms break the backward pass of batch norm (own experiments, torch 2.13).
 """
 
 from __future__ import annotations
@@ -44,7 +49,11 @@ from meshwright.spec.own_code import own_loss
 # it (flags, None) is part of the capture and must be the same in every later batch.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """Where the tensors are in (args, kwargs, targets). ``fixed`` holds the other leaves as (position, value)."""
+    """The nested structure of a batch: (args, kwargs, targets) as flattened by `torch.utils._pytree`.
+
+    ``names`` and ``positions``: the name of each tensor, and its position among the leaves. ``fixed``: (position,
+    value) of each leaf that is not a tensor; every batch must have the same values.
+    """
 
     spec: pytree.TreeSpec
     names: tuple[str, ...]
@@ -52,7 +61,7 @@ class BatchLayout:
     fixed: tuple[tuple[int, Any], ...]
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """Put the tensors back into (args, kwargs, targets)."""
+        """Return (args, kwargs, targets) with ``tensors``, in the order of ``names``, at their positions."""
         leaves: list[Any] = [None] * (len(self.positions) + len(self.fixed))
         for position, value in (*self.fixed, *zip(self.positions, tensors, strict=True)):
             leaves[position] = value
@@ -60,15 +69,15 @@ class BatchLayout:
         return args, kwargs, targets
 
     def flatten(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
-        """Return the batch's tensors in the graph's order.
+        """Return the batch's tensors in the order of ``names``, which is that of the graph's inputs.
 
-        Raises CaptureError if the batch is built unlike the captured one.
+        Raises CaptureError if the batch has another structure, or other values beside tensors, than the captured one.
         """
         leaves, spec = pytree.tree_flatten(split_batch(inputs, targets))
         if spec != self.spec:
             raise CaptureError(
-                f"A batch of structure {spec} was given; the model was captured with {self.spec}. Give batches of the "
-                "captured structure, or capture the model with an example like this one."
+                f"A batch of the structure {spec} was given, but the model was captured with {self.spec}. Give batches "
+                "of the captured structure, or capture the model with an example batch like this one."
             )
         for position, value in self.fixed:
             if isinstance(leaves[position], torch.Tensor) or leaves[position] != value:
@@ -80,7 +89,10 @@ class BatchLayout:
 
 
 def split_batch(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """Return (args, kwargs, targets) for the inputs and targets that a user passes."""
+    """Return (args, kwargs, targets) for inputs and targets as a user passes them.
+
+    A dict of inputs becomes kwargs, a tuple or list becomes args, anything else becomes a single argument.
+    """
     if isinstance(inputs, Mapping):
         args, kwargs = (), dict(inputs)
     else:
@@ -91,16 +103,16 @@ def split_batch(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, A
 def describe_batch(
     forward: Callable[..., Any], inputs: Any, targets: Any
 ) -> tuple[BatchLayout, tuple[torch.Tensor, ...]]:
-    """Return layout and tensors of an example batch.
+    """Return the layout of an example batch, and its tensors.
 
-    Raises CaptureError if it holds no tensor or does not fit ``forward``.
+    Raises CaptureError if the batch holds no tensor, or if ``forward`` cannot be called with it.
     """
     args, kwargs, targets = split_batch(inputs, targets)
     paths, spec = pytree.tree_flatten_with_path((args, kwargs, targets))
     arguments = _argument_names(forward, args, kwargs)
     tensors = [(i, path, leaf) for i, (path, leaf) in enumerate(paths) if isinstance(leaf, torch.Tensor)]
     if not tensors:
-        raise CaptureError("The example batch holds no tensor; give the tensors that the model is called with.")
+        raise CaptureError("The example batch holds no tensor; give the tensors with which the model is called.")
     layout = BatchLayout(
         spec=spec,
         names=tuple(_leaf_name(path, arguments, len(targets)) for _, path, _ in tensors),
@@ -117,7 +129,7 @@ def _argument_names(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     except TypeError as error:
         raise CaptureError(
             f"The model cannot be called with the example batch: {error}. Give a tensor, a tuple of positional "
-            "arguments or a dict of keyword arguments that fit the model's forward."
+            "arguments or a dict of keyword arguments that the model's forward accepts."
         ) from None
     names = [name for name, item in signature.parameters.items() if item.kind != inspect.Parameter.VAR_POSITIONAL]
     return [names[i] if i < len(names) else f"input_{i}" for i in range(len(args))]
@@ -145,7 +157,10 @@ def _tensor(leaf: Any, name: str) -> torch.Tensor:
 
 
 class ModelWithLoss(nn.Module):
-    """Model and loss as one module over the batch's flat tensors; records which Python attributes forward changes."""
+    """Model and loss as one module whose arguments are the batch's tensors.
+
+    ``forward`` also records the Python attributes of the model that it changes.
+    """
 
     def __init__(
         self, model: nn.Module, loss: Callable[..., Any] | None, layout: BatchLayout, *, takes_own_loss: bool
@@ -155,7 +170,7 @@ class ModelWithLoss(nn.Module):
         self.plan = _WholePlan(model, loss, layout, takes_own_loss, [])
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Return the loss. Without a loss function, return the model's own loss if that is wanted, else its output."""
+        """Return the loss; without a loss function, the model's own loss if ``takes_own_loss``, else its output."""
         plan = self.plan
         args, kwargs, targets = plan.layout.rebuild(tensors)
         # Made here, because export has exchanged the parameters and some modules (LSTM) keep references to them.
@@ -191,7 +206,7 @@ def _write_back(name: str, module: nn.Module, before: dict[str, torch.Tensor | N
         if value is None or old is None or value.shape != old.shape or value.dtype != old.dtype:
             raise CaptureError(
                 f"Forward binds the buffer {key!r} of module {name or 'the model itself'!r} to a value of another "
-                "shape or dtype; a buffer must keep its looks. Register it in __init__ with the shape and dtype that "
+                "shape or dtype; a buffer must keep both. Register it in __init__ with the shape and dtype that "
                 "it has later."
             )
         old.copy_(value.detach())
@@ -209,11 +224,11 @@ def trace_model(
     symbolic: bool = True,
     shorten: bool = True,
 ) -> FlatTrace:
-    """Trace the model; ``symbolic`` leaves the batch size open, ``shorten`` traces each distinct block once.
+    """Trace a model and its loss on an example batch.
 
-    ``takes_own_loss``: if no loss is given and the model's outputs have a loss, return that loss alone (`own_loss`).
-
-    Raises CaptureError for everything that would not be captured faithfully.
+    ``takes_own_loss``: if no loss is given and the model's outputs have a scalar ``loss``, the graph returns that loss
+    alone (`own_loss`). ``symbolic``: leave the batch size open. ``shorten``: trace only two of a group of equal blocks.
+    Raises CaptureError for a model whose graph would not compute the same as the model.
     """
     if training:
         refuse_backward_hooks(model)
@@ -405,5 +420,8 @@ def _has_loss(module: Any, loss: Callable[..., Any] | None) -> bool:
     looks = [leaf.meta.get("val") for leaf in output.all_input_nodes]
     scalar = len(looks) == 1 and isinstance(looks[0], torch.Tensor) and looks[0].ndim == 0
     if loss is not None and not (scalar and looks[0].dtype.is_floating_point):
-        raise CaptureError("The loss must return one floating-point scalar; reduce it with mean() or sum().")
+        raise CaptureError(
+            "The loss does not return one floating-point scalar (a tensor without dims); reduce it with mean() or "
+            "sum()."
+        )
     return scalar and looks[0].dtype.is_floating_point

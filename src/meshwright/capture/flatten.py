@@ -1,9 +1,9 @@
-"""`flatten_export` turns an exported program into one flat fx graph over the user's own names.
+"""`flatten_export` turns an exported program into one flat fx graph with the model's own names.
 
-It drops what only served the export (assertions, arithmetic on unused sizes, `detach_` of fresh constants), merges the
-names of tied parameters and replaces devices by the CPU (`module_devices`). Repeated blocks are written out
-(`find_regions`). Writes of re-bound buffers move from the graph's end to just behind their last reader, so that they do
-not forbid every cut in between (`hoist_buffer_writes`).
+It removes nodes that only the export needs (assertions, arithmetic on unused sizes, `detach_` of new constants), merges
+the names of tied parameters, and replaces devices by the CPU (`module_devices`). Repeated blocks, which were traced
+once, are written out (`find_regions`). A write to a re-bound buffer moves from the graph's end to the position behind
+its last reader, so that it does not forbid all cuts in between (`hoist_buffer_writes`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _COMPARED_ELEMENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The nodes of one traced block, between its marks."""
+    """The nodes of one traced block, between the `ENTER` and `LEAVE` marks in the exported graph.
+
+    ``name``: the module path. ``inputs`` and ``outputs``: the tensors that enter and leave the block.
+    """
 
     name: str
     inputs: list[fx.Node]
@@ -48,9 +51,11 @@ class Region:
 def find_regions(
     nodes: list[fx.Node], pairs: Sequence[tuple[str, str]], attribute: Callable[[fx.Node], tuple[str, str]]
 ) -> dict[str, Region]:
-    """Return the traced blocks by name, given the two names that each repeated group traced.
+    """Return the traced blocks, by module path.
 
-    Raises NotRepeatableError unless the two are equal and can be written out again.
+    ``pairs``: for each group of repeated blocks, the paths of the two blocks that were traced. ``attribute``: returns
+    (kind, name) of a `get_attr` node. Raises NotRepeatableError if the two blocks of a pair differ, or if a copy would
+    not compute the same.
     """
     regions: dict[str, Region] = {}
     start: dict[str, int] = {}
@@ -133,7 +138,7 @@ def _check_writes(nodes: list[fx.Node], region: Region, attribute: Callable[[fx.
 
 
 def held_by(module: Any, target: str) -> Any:
-    """Return the object that a dotted name refers to, starting at a module."""
+    """Return the attribute of ``module`` that the dotted name ``target`` refers to."""
     for part in target.split("."):
         module = getattr(module, part)
     return module
@@ -146,7 +151,11 @@ _DROPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata"
 
 @dataclass(slots=True)
 class Flat:
-    """The flat graph, and the objects that its `get_attr` nodes name beyond the model's state."""
+    """A flat graph, and the objects beside parameters and buffers to which its `get_attr` nodes refer.
+
+    ``constants``: tensors made in forward. ``branches``: subgraphs, such as those of `torch.cond`. ``returned``: the
+    structure of the outputs.
+    """
 
     graph: fx.Graph
     returned: Returned | None = None
@@ -155,13 +164,11 @@ class Flat:
 
 
 def flatten_export(module: fx.GraphModule, first_name: dict[str, str], pairs: Sequence[tuple[str, str]]) -> Flat:
-    """Flatten an exported module.
+    """Return the flat graph of an exported module.
 
-    ``first_name`` maps each name of a parameter or buffer to the first of its names; ``pairs`` are the two blocks that
-    each group of repeated blocks traced, the second being the template.
-
-    Raises NotRepeatableError if blocks were repeated that are not equal, CaptureError for operators that cannot be
-    kept.
+    ``first_name``: maps each name of a parameter or buffer to the first name of the same tensor. ``pairs``: for each
+    group of repeated blocks, the paths of the two blocks that were traced; the second is copied for the others. Raises
+    NotRepeatableError if the two blocks of a group differ, CaptureError for operators that a graph cannot contain.
     """
     flattener = _Flattener(module, first_name, pairs)
     flat = flattener.run()
@@ -195,7 +202,10 @@ class _Flattener:
             elif node.op == "output":
                 self._output(node)
             else:
-                raise CaptureError(f"The export holds a {node.op} of {node.target}, which cannot be kept in a graph.")
+                raise CaptureError(
+                    f"The exported graph has a node of the kind {node.op!r} ({node.target}), which a captured graph "
+                    "cannot contain; expected only calls of operators."
+                )
         return self._flat
 
     def _output(self, node: fx.Node) -> None:
@@ -233,14 +243,14 @@ class _Flattener:
             return
         if node.target.name() == "wrap_with_autocast":
             raise CaptureError(
-                f"{where or _module_path(node) or 'the model'}: forward enters torch.autocast, which a captured model "
-                "could not cut. Enter autocast around the whole model instead, or convert the module's weights and "
-                "inputs."
+                f"{where or _module_path(node) or 'the model'}: forward enters torch.autocast; a captured model cannot "
+                "be cut into stages inside that context. Enter autocast around the whole model instead, or convert the "
+                "module's weights and inputs."
             )
         if node.target.name() not in _SUBGRAPH_OPERATORS:
             raise CaptureError(
                 f"{where or _module_path(node) or 'the model'}: the operator {node.target.name()!r} with subgraphs is "
-                "not supported; only torch.cond is. Write it with plain operators, or with torch.cond."
+                "not supported; only torch.cond is. Write this part with plain operators, or with torch.cond."
             )
 
     def _inner_place(self, node: fx.Node) -> str:
@@ -313,7 +323,10 @@ class _Flattener:
 
 
 def hoist_buffer_writes(graph: fx.Graph, state: frozenset[str]) -> None:
-    """Move each trailing ``copy_(buffer, value)`` behind the buffer's last use and the value's computation."""
+    """Move each ``copy_(buffer, value)`` at the graph's end behind the buffer's last reader and the value's node.
+
+    ``state``: names of parameters and buffers.
+    """
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
         if node.target is not aten.copy_.default or node.users or node.args[0].op != "get_attr":

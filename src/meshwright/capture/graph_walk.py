@@ -1,7 +1,8 @@
-"""A captured model's flat graph (`FlatTrace`), a walk through it at one batch size, and ids for its ops and tensors.
+"""The flat graph of a captured model (`FlatTrace`), its shapes at one batch size, and ids for its ops and tensors.
 
-`walk_trace` gives every size a whole number, and every tensor its shape, dtype and layout. Sizes that the export left
-symbolic (`sym_size` and arithmetic on it) are computed from the concrete shapes. `build_table` numbers a walk.
+`walk_trace` goes through the graph for one batch size and finds the shape, dtype and strides of every tensor. Sizes
+that the export left symbolic (`sym_size` and arithmetic on it) become numbers. `build_table` gives ids to the ops and
+tensors of a walk.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ LOSS_MODULE = "loss"
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The structure of what the model returns. ``leaves``: numbers of the graph's outputs, or values themselves."""
+    """The nested structure of a model's output.
+
+    ``leaves``: (True, number of a graph output) for a tensor, (False, value) for any other leaf.
+    """
 
     spec: pytree.TreeSpec
     leaves: tuple[tuple[bool, Any], ...]
 
     def rebuild(self, outputs: Sequence[Any]) -> Any:
-        """Return the output in the model's own structure, from the outputs of the graph."""
+        """Return the model's output in its nested structure, from the graph's outputs."""
         leaves = [outputs[value] if is_output else value for is_output, value in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -47,13 +51,15 @@ class Returned:
 # of the module that ran the op; "" is the model itself) and ``where`` ("file:line" in the user's code).
 @dataclass(slots=True, kw_only=True)
 class FlatTrace:
-    """A flat graph with everything that it names.
+    """A flat graph, and the objects to which it refers.
 
-    ``state`` holds the model's parameters and buffers by their first name in the model's order, ``aliases`` the further
-    names of tied ones, ``constants`` tensors made in forward, ``branches`` the subgraphs of `torch.cond` and similar
-    operators. ``values``: shape, dtype and layout of the example batch's tensors. ``batched``: which of them grow with
-    the batch, of ``batch_size`` samples in the example. ``returned``: the structure of the outputs. ``checkpoint``: a
-    place in the code that calls ``torch.utils.checkpoint``, which the graph does not record.
+    ``layout``: how a batch is flattened. ``state``: the model's parameters and buffers, by their first names, in the
+    model's order. ``aliases``: further names of tied parameters, by first name. ``persistent``: names that are in the
+    state dict. ``constants``: tensors made in forward. ``branches``: subgraphs of `torch.cond` and similar operators.
+    ``values``: shape, strides and dtype of each tensor of the example batch. ``batched``: for each of these tensors,
+    whether its dim 0 is the batch. ``batch_size``: samples in the example batch. ``returned``: the structure of the
+    outputs. ``checkpoint``: a source line that calls ``torch.utils.checkpoint``, which the graph does not record, or
+    "". ``facts``: a cache.
     """
 
     graph: fx.Graph
@@ -74,11 +80,11 @@ class FlatTrace:
 
     @property
     def fixed(self) -> bool:
-        """Return whether the graph holds for one batch size only."""
+        """True if the graph holds for one batch size only."""
         return not any(self.batched)
 
     def attribute(self, name: str) -> Any:
-        """Return the tensor or branch to which a `get_attr` node refers."""
+        """Return the tensor or subgraph to which a `get_attr` node with the target ``name`` refers."""
         for table in (self.state, self.constants, self.branches):
             if name in table:
                 return table[name]
@@ -86,12 +92,12 @@ class FlatTrace:
 
 
 def target_of(node: fx.Node) -> Any:
-    """Return the function or name that a node calls (fx types it too widely to be of use)."""
+    """Return ``node.target``, untyped (fx's type hint is too wide to be of use)."""
     return node.target
 
 
 def args_of(node: fx.Node) -> Any:
-    """Return the node's positional arguments (fx types them too widely to be of use)."""
+    """Return ``node.args``, untyped (fx's type hint is too wide to be of use)."""
     return node.args
 
 
@@ -100,7 +106,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalkStep:
-    """One op of a walk: its facts, distinct tensor arguments, and results (None for a result that is not a tensor)."""
+    """One op of a walk: its facts and its tensors.
+
+    ``arguments``: the distinct tensor arguments. ``results``: the leaves of its result, None for one that is not a
+    tensor. ``internals``: tensors that autograd saves and that are neither arguments nor results.
+    """
 
     facts: CallFacts
     arguments: tuple[Slot, ...]
@@ -110,7 +120,11 @@ class WalkStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """``env`` maps every node to its slots and numbers; ``steps`` maps every op on tensors to its `WalkStep`."""
+    """A walk through a flat graph at one batch size.
+
+    ``env``: by node, its value: a slot (tensor), a number, or a nested structure of these. ``steps``: by node, the
+    `WalkStep` of each operator call.
+    """
 
     batch_size: int
     env: dict[fx.Node, Any]
@@ -118,7 +132,10 @@ class Walk:
 
 
 def walk_trace(trace: FlatTrace, batch_size: int) -> Walk:
-    """Return the walk through ``trace`` for a batch of ``batch_size`` samples; cached per trace and size."""
+    """Return the walk through ``trace`` for batches of ``batch_size`` samples; cached in the trace.
+
+    Raises CaptureError if an operator cannot run on fake tensors, or if a size depends on data.
+    """
     walks = trace.facts.setdefault("walks", {})
     if batch_size not in walks:
         inputs = [
@@ -132,7 +149,7 @@ def walk_trace(trace: FlatTrace, batch_size: int) -> Walk:
 
 
 def examiner_of(trace: FlatTrace) -> Examiner:
-    """Return the trace's only examiner, which caches facts over all walks."""
+    """Return the examiner of a trace, which caches facts about calls for all walks."""
     if "examiner" not in trace.facts:
         trace.facts["examiner"] = Examiner(training=trace.training, estimate_branch=_estimate_branch)
     return trace.facts["examiner"]
@@ -246,7 +263,12 @@ def _estimate_branch(branch: fx.GraphModule, operands: list[Any], training: bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRow:
-    """One op: its node and tensor ids. ``results`` follow the node's flattened results (None where no tensor)."""
+    """One op of a table, with tensor ids.
+
+    ``results``: per leaf of the node's result, its id, or None if it is not a tensor. ``internals``: tensors that only
+    the backward pass reads. ``saved``: tensors that autograd saves. ``written``: tensors that the op writes in place.
+    ``aliased``: tensors with which results may share memory. ``random``: the op draws random numbers.
+    """
 
     node: fx.Node
     inputs: tuple[int, ...]
@@ -259,13 +281,13 @@ class OpRow:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Return the tensor ids of the results."""
+        """The ids of the results that are tensors."""
         return tuple(i for i in self.results if i is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """One tensor: its slot, role and name (empty for results of ops, which are named after the op)."""
+    """One tensor of a table: its slot, role and name ("" for results of ops, which are named after their op later)."""
 
     slot: Slot
     role: Role
@@ -274,7 +296,10 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureTable:
-    """All tensors and ops of a walk. ``of_node`` maps the nodes that stand for one tensor to its id."""
+    """All tensors and ops of a walk; an id is an index into ``tensors`` or ``ops``.
+
+    ``of_node``: by node whose value is one tensor, the tensor's id. ``inputs`` and ``outputs``: tensor ids.
+    """
 
     tensors: tuple[TensorRow, ...]
     ops: tuple[OpRow, ...]
@@ -287,7 +312,7 @@ class CaptureTable:
 # first use, then the results and internals of each op in graph order. Nothing here depends on names that the export
 # invented or on addresses. So two processes number alike.
 def build_table(trace: FlatTrace, walk: Walk) -> CaptureTable:
-    """Number the tensors and ops of ``walk``: return all of them as a table."""
+    """Return a table that gives ids to the tensors and ops of a walk; equal models have equal ids in all processes."""
     builder = _Builder(trace, walk)
     builder.add_sources()
     for node in trace.graph.nodes:

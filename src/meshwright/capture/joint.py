@@ -1,9 +1,9 @@
 """`differentiate(captured)`: forward and backward pass as one graph of elementary operators, for cost analysis.
 
-The captured ops run once on fake tensors with the batch size left open, under `make_fx`, followed by
-`torch.autograd.grad` of the loss. What is recorded while autograd works is the backward phase; each backward op belongs
-to the module and layer of the forward op whose gradient it computes, known by labelling autograd's nodes as the forward
-pass makes them. Fake CPU tensors, never device "meta": there, some losses lose their backward pass (torch 2.13).
+The captured ops run once on fake tensors, with a symbolic batch size, under `make_fx`; then `torch.autograd.grad` of
+the loss runs. Ops recorded during the latter are the backward phase. Each backward op belongs to the module and layer
+of the forward op whose gradient it computes; to know it, autograd's nodes are labelled as the forward pass makes them.
+The fake tensors are on the CPU and not on device "meta", where some losses lose their backward pass (torch 2.13).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class _Label:
 
 
 def differentiate(captured: Captured) -> Graph:
-    """Return the joint forward-backward graph.
+    """Return the joint forward-backward graph of a captured model.
 
-    Its outputs are the loss, then the gradient of every trainable parameter that the loss depends on. Raises
-    CaptureError if the graph has no loss, or if a parameter that the loss depends on gets no gradient.
+    The outputs are the loss, then the gradient of each trainable parameter on which the loss depends. Raises
+    CaptureError if the graph has no loss, or if such a parameter gets no gradient.
     """
     if not (captured.graph.has_loss and captured.graph.mode == "training"):
         raise CaptureError(
-            f"Graph {captured.graph.name!r} has no loss to differentiate; capture the model in training mode with "
+            f'Graph {captured.graph.name!r} has no loss to differentiate; capture the model with mode="training" and '
             "loss=..."
         )
     wanted = _expected_gradients(captured.graph)

@@ -1,10 +1,10 @@
-"""`find_units` finds the modules that a model's layers consist of; `divide` divides its ops into these layers.
+"""Divide a model's ops into layers (`divide`), by the modules of the model (`find_units`).
 
-A layer is a contiguous range of ops with a name from the module paths; its boundaries are legal cuts. There is one
-layer per element of the model's lists of blocks. Ops before, between and after them become layers of their own
-(embedding or stem, head) if they hold parameters. Otherwise they join the neighbours, split where the fewest bytes
-cross. Layers are merged if the boundary between them is not a legal cut. A model without such lists is divided into
-pieces of about equal work at legal cuts.
+A layer is a contiguous range of ops, named after a module path, between two legal cuts. Each element of the model's
+lists of blocks is a layer. Ops before, between and after the blocks become separate layers (embedding or stem, head) if
+they use parameters; other ops are added to the layers beside them, divided where the fewest bytes cross. Layers are
+merged if the boundary between them is not a legal cut. A model without lists of blocks is divided at legal cuts into
+ranges of about equal work.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # one if modules of the same class are beside it (a list written by hand) and it holds no list of blocks itself, as the
 # encoder and the decoder of a T5 do.
 def find_units(model: nn.Module) -> dict[str, bool]:
-    """Return, for the path of every unit, whether it is an element of a list of blocks."""
+    """Return the units (modules that become layers): by path, True if the unit is an element of a list of blocks."""
     units: dict[str, bool] = {}
     _open(model, "", units)
     return units
 
 
 def unit_of(path: str, units: dict[str, bool]) -> str | None:
-    """Return the unit that a module path lies in; None for code between units."""
+    """Return the path of the unit that contains a module path; None if no unit contains it."""
     while path:
         if path in units:
             return path
@@ -74,7 +74,11 @@ MAX_PIECES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpLine:
-    """What the division needs to know of an op."""
+    """The facts about one op on which the division into layers depends.
+
+    ``module``: the path of the op's module. ``replicable``: several stages may each compute the op. ``work``: FLOPs of
+    the forward pass plus bytes of inputs and outputs.
+    """
 
     module: str
     kind: str
@@ -85,9 +89,10 @@ class OpLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Ops ``start:stop``.
+    """A layer: the ops ``start:stop``.
 
-    ``element``: True for a block of a list, False for other ops with parameters, None for ops between that have none.
+    ``element``: True for an element of a list of blocks, False for other ops with parameters, None for ops without
+    parameters.
     """
 
     name: str
@@ -99,7 +104,11 @@ class Range:
 def divide(
     lines: Sequence[OpLine], cuts: frozenset[int], crossing: Sequence[int], units: dict[str, bool]
 ) -> tuple[Range, ...]:
-    """Divide the ops into named ranges. ``crossing[c]``: the bytes that would cross a cut at c."""
+    """Divide the ops into layers with unique names.
+
+    ``cuts``: the legal cuts; cut c is in front of op c. ``crossing[c]``: bytes that would be sent across a cut at c.
+    ``units``: the result of `find_units`.
+    """
     if not lines:
         return ()
     ranges = _runs(lines, units)
@@ -216,7 +225,7 @@ def _pieces(ranges: list[Range], lines: Sequence[OpLine], cuts: frozenset[int]) 
 
 
 def number_names(ranges: list[Range]) -> list[Range]:
-    """Make names unique: ``name``, ``name#2`` and so on."""
+    """Return the ranges with unique names: of equal names, the second becomes ``name#2`` and so on."""
     seen: dict[str, int] = {}
     numbered = []
     for item in ranges:

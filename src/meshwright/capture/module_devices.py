@@ -1,7 +1,7 @@
-"""Devices of traced calls: a captured graph names none of its own, and a part of it is bound to one.
+"""Devices in traced calls: replace the CPU of a captured graph by the device of a part.
 
-Factories (``arange``, ``zeros``, ``full``), conversions (``to``) and subgraphs of `torch.cond` hold the device of the
-example batch. In a captured graph that is always the CPU; `part` and `rebuild` write the stage's device in its place.
+Factories (``arange``, ``zeros``, ``full``), conversions (``to``) and subgraphs of `torch.cond` name a device. In a
+captured graph it is always the CPU; `part` and `rebuild` replace it by the stage's device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ CPU = torch.device("cpu")
 
 
 def bind_call(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a call with ``device`` wherever they name one, and where a factory is given none."""
+    """Return the (args, kwargs) of a call with ``device`` in place of every device.
+
+    A factory that names no device gets the keyword argument ``device``.
+    """
     args, kwargs = fx.node.map_aggregate(
         (args, kwargs), lambda item: device if isinstance(item, torch.device) else item
     )
@@ -29,14 +32,14 @@ def bind_call(target: Callable[..., Any], args: Any, kwargs: Any, device: torch.
 
 
 def takes_device(target: Callable[..., Any]) -> bool:
-    """Return whether a call has to name a device: that of a factory, or an operator's argument without a default."""
+    """Return whether a call must name a device: a factory, or an operator whose argument ``device`` has no default."""
     schema = getattr(target, "_schema", None)
     named = () if schema is None else (item for item in schema.arguments if item.name == "device")
     return _is_factory(target) or any(not item.has_default_value() for item in named)
 
 
 def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return a copy of a subgraph on ``device``, with the subgraphs in it; the module itself stays as it is."""
+    """Return a copy of a subgraph, nested subgraphs included, whose calls name ``device``; ``module`` is unchanged."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     held: dict[str, Any] = {}

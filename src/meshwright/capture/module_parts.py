@@ -1,8 +1,8 @@
-"""`part`: the torch module that computes given tensors of a captured model; `rebuild`: the same from a graph alone.
+"""`part`: the module that computes given tensors of a captured model; `rebuild`: the same from a graph alone.
 
-A part holds the user's own Parameter and buffer objects under the user's names. All sizes are whole numbers for one
-batch size, so a part needs no values only to know their shape. In-place writes to buffers that nobody fetches belong to
-the part whose ``ops`` name them. `strides_of` gives the strides of the captured tensors.
+A part holds the model's own Parameter and buffer objects, under the model's names. A part is made for one batch size;
+all sizes in it are numbers. In-place writes to buffers belong to the part whose ``ops`` contain them, even if the part
+does not return the buffers. `strides_of` returns the strides of captured tensors.
 """
 
 from __future__ import annotations
@@ -48,20 +48,22 @@ def rebuild(
     state: Callable[[int], torch.Tensor] | None = None,
     device: torch.device = CPU,
 ) -> fx.GraphModule:
-    """Make the module that computes ``fetches`` from ``feeds`` (tensor ids) by some ops of the graph.
+    """Return a module that computes the tensors ``fetches`` from the tensors ``feeds`` with given ops of a graph.
 
     Args:
-        graph: ops of kinds ``aten.*``, and others for which there are converters.
-        feeds: tensors that are given, in the order of the module's arguments.
-        fetches: tensors that are returned, as a tuple in this order.
-        ops: ids of the ops to run, ascending; nodes are named like them.
-        batch_size: samples per call.
-        converters: by kind, what computes an op that torch does not have, from its input and its output's shape.
-        modules: by op, what computes its output from its inputs instead; a tuple of them where it has several.
-        state: the parameter, buffer or constant of a tensor id, which the module holds under the tensor's name.
-        device: where the module makes tensors of its own.
+        graph: a graph whose ops are torch operators (kinds like ``aten.add.Tensor``) or have a converter.
+        feeds: ids of the tensors that are the module's arguments, in order.
+        fetches: ids of the tensors that the module returns, as a tuple in this order.
+        ops: ids of the ops to run, ascending; the module's nodes have the ops' names.
+        batch_size: samples per call; the module accepts only this number.
+        converters: by op kind, a function of (input, output shape) that computes an op that torch does not have.
+        modules: by op id, a module that is called in place of the op; it returns a tuple if the op has several outputs.
+        state: a function from a tensor id to the parameter, buffer or constant that the module holds under the tensor's
+            name. None: unallocated tensors on device "meta".
+        device: the device on which the module's factories (such as ``zeros``) make tensors.
 
-    Raises GraphError for an op that cannot be called by its kind, attributes and inputs.
+    Raises GraphError if an op cannot be called by its kind, attributes and inputs, or if an input is neither fed nor
+    computed.
     """
     graph.check_batch_size(batch_size)
     builder = _Builder(graph, batch_size, converters, modules or {}, state, device)
@@ -180,7 +182,7 @@ class _Builder:
     def _check_optional(self, op: Op, optional: int, given: int) -> None:
         """Raise GraphError if some optional tensors are left out and it is unknown which ones."""
         if 0 < given < optional and op.kind.split(".")[1] not in _IN_ORDER:
-            raise _cannot_call(op, "some of its tensors are left out, and it is not told which")
+            raise _cannot_call(op, "some of its optional tensors are missing, and the graph does not say which")
 
     def _first_indexed(self, op: Op, chosen_by: Sequence[int]) -> int:
         """The first dim of the indexed tensor that has an index; the other dims follow from what is picked or put."""
@@ -191,7 +193,7 @@ class _Builder:
         places = range(len(whole) - len(indices) + 1)
         fitting = [k for k in places if whole[:k] + chosen + whole[k + len(indices) :] == made]
         if not fitting:
-            raise _cannot_call(op, "it is not told which dims its indices are of")
+            raise _cannot_call(op, "the dims that its index tensors select from do not follow from the shapes")
         return fitting[0]
 
 
@@ -210,8 +212,9 @@ def _operator(op: Op) -> Any:
 
 def _cannot_call(op: Op, why: str) -> GraphError:
     return GraphError(
-        f"Op {op.name!r} of kind {op.kind!r} cannot be called by what the graph says of it: {why}; expected an "
-        "operator of torch with all of its arguments. Time the model itself instead (`meshwright measure MODEL`)."
+        f"Op {op.name!r} of kind {op.kind!r} cannot be called with the inputs and attributes in the graph: {why}. "
+        "Expected an operator of torch with all of its arguments. Time the model itself instead (`meshwright measure "
+        "MODEL`)."
     )
 
 
@@ -245,24 +248,25 @@ def part(
     ops: Sequence[int] | None = None,
     device: torch.device = CPU,
 ) -> fx.GraphModule:
-    """Cut out the module that computes ``fetches`` from ``feeds`` (tensor ids) for ``batch_size`` samples.
+    """Return the module that computes the tensors ``fetches`` from the tensors ``feeds``, for ``batch_size`` samples.
 
     Args:
         captured: the captured model.
-        feeds: tensors that are given, in the order of the part's arguments; parameters and buffers are never fed.
-        fetches: tensors that are returned, as a tuple in this order.
-        batch_size: samples per call; the part is valid for this size only.
-        ops: ops to run, as a `StageSlice` lists them, effects on buffers included. None: what the fetches need, with
-            all writes to the memory that they live in.
-        device: where the part makes tensors of its own; its feeds and its state are to be there when it is called.
+        feeds: ids of the tensors that are the module's arguments, in order; parameters and buffers cannot be fed.
+        fetches: ids of the tensors that the module returns, as a tuple in this order.
+        batch_size: samples per call; the module accepts only this number.
+        ops: ids of the ops to run, including those that only write buffers, as in `StageSlice`. None: the ops that the
+            fetches need, including all writes to the memory of the tensors on the way.
+        device: the device of tensors that the module makes itself; feeds, parameters and buffers must be on it, too,
+            when the module is called.
 
     Returns:
-        A module whose ``forward(*feeds)`` returns the tuple of fetches. Its parameters and buffers are the user's own
+        A module whose ``forward(*feeds)`` returns the tuple of fetches. Its parameters and buffers are the model's own
         objects.
 
     Raises:
-        GraphError: a value is needed that is neither fed nor computed by ``ops``, or the batch size does not fit the
-            graph.
+        GraphError: a tensor is needed that is neither fed nor computed by ``ops``, or the graph is for another batch
+            size only.
     """
     captured.graph.check_batch_size(batch_size)
     chosen = _needed_ops(captured, feeds, fetches) if ops is None else sorted(set(ops))
@@ -276,9 +280,10 @@ def part(
 
 
 def strides_of(captured: Captured, batch_size: int) -> dict[int, tuple[int, ...]]:
-    """Return the strides of tensors by id, for ``batch_size`` samples, without tensors that only backwards read.
+    """Return the strides (in elements) of a captured model's tensors, by tensor id, for ``batch_size`` samples.
 
-    Raises GraphError for a batch size that does not fit the graph.
+    Tensors that only the backward pass reads are missing. Raises GraphError if the graph is for another batch size
+    only.
     """
     captured.graph.check_batch_size(batch_size)
     env = walk_trace(captured.trace, batch_size).env

@@ -1,8 +1,8 @@
-"""What cannot be captured faithfully, found before or while the model is traced, and said with the place named.
+"""Find code that cannot be captured faithfully, and raise CaptureError with the module or source line.
 
-Export drops silently: backward methods of custom `autograd.Function`s, hooks registered on tensors in forward, backward
-hooks of modules, and attributes that forward changes. It stops, with long traces, at control flow that depends on data.
-Each becomes one paragraph.
+torch.export silently drops backward methods of custom `autograd.Function`s, hooks that forward registers on tensors,
+backward hooks of modules, and changes of Python attributes. At control flow that depends on data it stops with long
+stack traces. Here each case becomes an error message of one paragraph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODULE_FACTS = frozenset(vars(nn.Module()))
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raise CaptureError if a module carries backward hooks: export drops them."""
+    """Raise CaptureError if a module has backward hooks, which export would drop."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
@@ -40,7 +40,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def refuse_frozen(model: nn.Module, title: str) -> None:
-    """Raise CaptureError if there are parameters and all of them are frozen: training would change nothing."""
+    """Raise CaptureError if the model has parameters and all of them are frozen; ``title`` names the model."""
     parameters = list(model.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         raise CaptureError(
@@ -52,7 +52,10 @@ def refuse_frozen(model: nn.Module, title: str) -> None:
 
 @contextmanager
 def refuse_custom_gradients(model: nn.Module) -> Iterator[None]:
-    """Raise CaptureError, inside of the context, for a custom autograd.Function or tensor hook in the user's code."""
+    """Make calls of custom autograd.Functions and of Tensor.register_hook raise CaptureError until the context ends.
+
+    Only calls from the model's code are refused, not those from torch itself.
+    """
     original = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +95,7 @@ def refuse_custom_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def note_data_access(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list to which the context adds each place in the user's code that uses ``Tensor.data``."""
+    """Yield a list that receives each source line outside torch that uses ``Tensor.data`` until the context ends."""
     original: Any = torch._C.TensorBase.data
     places: list[str] = []
 
@@ -114,9 +117,9 @@ def note_data_access(model: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def note_checkpoints(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list to which the context adds each place that calls ``torch.utils.checkpoint``.
+    """Yield a list that receives each source line that calls ``torch.utils.checkpoint`` until the context ends.
 
-    A trace does not show these calls.
+    A trace does not contain these calls.
     """
     # What keeps a call's inputs in place of what autograd would save, made once per call.
     hook: Any = checkpointing._checkpoint_hook
@@ -131,7 +134,7 @@ def note_checkpoints(model: nn.Module) -> Iterator[list[str]]:
 
 
 def explain_checkpoint(place: str) -> str:
-    """Return a remark on the place that calls ``torch.utils.checkpoint``; empty if none does."""
+    """Return a remark on ``place``, the source line that calls ``torch.utils.checkpoint``; "" if ``place`` is ""."""
     if not place:
         return ""
     return (
@@ -141,18 +144,15 @@ def explain_checkpoint(place: str) -> str:
 
 
 def refuse_data_access(place: str) -> CaptureError:
-    """Return the error for ``Tensor.data``, whose values export takes for a constant.
-
-    Its shape and dtype do no harm.
-    """
+    """Return the error for ``Tensor.data``, whose values export would store as a constant; ``place``: source line."""
     return CaptureError(
         f"{place} uses Tensor.data in forward, which hides the tensor from the trace, so its values would be kept as "
-        "a constant. Use tensor.detach() instead, or leave it out where the gradient may follow."
+        "a constant. Use tensor.detach() instead, or the tensor itself if gradients may flow through it."
     )
 
 
 def refuse_sparse_gradient(place: str) -> CaptureError:
-    """Return the error for an embedding with ``sparse=True``: gradients are summed and stepped as dense tensors."""
+    """Return the error for an embedding with ``sparse=True``, because gradients are exchanged as dense tensors."""
     return CaptureError(
         f"{place}: an embedding with sparse=True gives its weight a sparse gradient, which is neither planned nor "
         "exchanged between ranks. Pass sparse=False."
@@ -160,7 +160,7 @@ def refuse_sparse_gradient(place: str) -> CaptureError:
 
 
 class StateWatch:
-    """Remembers the Python attributes of every module, to find and undo what forward changes."""
+    """Stores the Python attributes of every module of a model, to find and undo changes that forward makes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -178,7 +178,7 @@ class StateWatch:
         return {key: value for key, value in vars(module).items() if key not in _MODULE_FACTS and key != "forward"}
 
     def changes(self) -> list[tuple[str, str]]:
-        """Return (module, attribute) of every Python attribute that has changed."""
+        """Return (module path, attribute) of each Python attribute that has changed since the watch was made."""
         found = []
         for name, module in self._model.named_modules():
             if type(module).__module__.startswith("torch.nn."):
@@ -190,7 +190,7 @@ class StateWatch:
         return found
 
     def restore(self) -> None:
-        """Bind every attribute as it was before, lists, dicts and sets with the content that they had."""
+        """Restore all attributes, including the former contents of lists, dicts and sets."""
         for name, module in self._model.named_modules():
             before = self._before.get(name, {})
             for key in self._attributes(module).keys() - before.keys():
@@ -201,7 +201,7 @@ class StateWatch:
             value.extend(content) if isinstance(value, list) else value.update(content)
 
     def refuse(self, changes: list[tuple[str, str]]) -> None:
-        """Raise CaptureError if there are changes."""
+        """Raise CaptureError for the first of ``changes`` (the result of `changes`), if there are any."""
         if changes:
             name, key = changes[0]
             module = dict(self._model.named_modules()).get(name, self._model)
@@ -213,14 +213,14 @@ class StateWatch:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Return whether torch stopped because a decision or a size depends on the data of a tensor."""
+    """Return whether torch raised ``error`` because a branch or a size depends on the data of a tensor."""
     kinds = ("DataDependent", "DynamicOutputShape")
     text = str(error).lower()
     return type(error).__name__.startswith(("GuardOn", *kinds)) or "data-dependent" in text or "unbacked" in text
 
 
 def refuse_data_dependence(place: str) -> CaptureError:
-    """Return the error for control flow, sizes and numbers that depend on data."""
+    """Return the error for control flow, sizes or numbers that depend on data; ``place``: source line or module."""
     remedy = (
         "Use torch.cond for branches on data, torch.where or masks for sizes, tensors instead of numbers, or move the "
         "decision out of the model."
@@ -234,7 +234,7 @@ def refuse_data_dependence(place: str) -> CaptureError:
 
 
 def explain_failure(error: BaseException, model: nn.Module) -> CaptureError:
-    """Return the CaptureError for whatever the export raised, with the user's source line."""
+    """Return a CaptureError for an exception that torch.export raised, with the model's source line."""
     place = _place_of(error) or type(model).__name__
     kind, text = type(error).__name__, str(error)
     if is_data_dependent(error):
@@ -247,7 +247,7 @@ def explain_failure(error: BaseException, model: nn.Module) -> CaptureError:
 
 
 def user_place(stack_trace: str) -> str:
-    """``file:line`` of the innermost line of the user's code in a recorded stack trace; "" without such a line."""
+    """Return ``file:line`` of the innermost line outside torch in a stack trace's text; "" if there is no such line."""
     lines = [line.strip() for line in stack_trace.splitlines()]
     for line in reversed(lines):
         if line.startswith('File "') and '", line ' in line:

@@ -1,13 +1,15 @@
-"""Each distinct block is traced once: modules of equal structure, and how export skips all but the first two calls.
+"""Trace repeated blocks only once: find modules of equal structure, and skip all but the first two in the export.
 
-Two modules of one list have equal structure if class, flags, plain attributes, parameters (shape, dtype, trainable) and
-buffers agree, module by module, and no tensor is shared with the rest of the model. Where blocks differ by their number
-in the list alone (`layer_idx` of transformers), the attribute that holds it is left out; a model that reads it ends
-the attempt. While the model is exported, the first two calls among such modules run as they are, between marks in the
-graph; each later call becomes one `meshwright::repeat` node, whose outputs look like those of the second call. The code
-around the blocks runs in full, so nothing is assumed about it. Afterwards `flatten` proves the two traced blocks equal,
-node by node, and writes the second one out for every repeat. Whatever does not fit (other arguments, reads of values
-from outside, layers that differ) raises `NotRepeatableError`, and the model is traced in full.
+Modules of one list (such as the layers of a transformer) have equal structure if their classes, flags, plain
+attributes, parameters (shape, dtype, trainable) and buffers agree, submodule by submodule, and if they share no tensor
+with the rest of the model. An attribute that only holds the module's number in the list (`layer_idx` of transformers)
+may differ, unless the model reads it.
+
+During the export, the first two modules of such a group run, between marks in the graph. Each later call becomes one
+`meshwright::repeat` node, whose outputs have the shapes of the second call's. Code around the blocks runs as usual.
+Afterwards `flatten` checks, node by node, that the two traced blocks are equal, and copies the second for each repeat.
+If anything differs (arguments, values read from outside, the blocks themselves), NotRepeatableError is raised, and the
+model is traced in full.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ _SKIPPED = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
 
 
 class NotRepeatableError(Exception):
-    """The blocks are not repeated faithfully; trace the whole model."""
+    """Copies of a traced block would not compute the same as the blocks; the whole model must be traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,11 @@ class _Call:
 
 @dataclass(slots=True, kw_only=True)
 class Repeats:
-    """Modules of equal structure, by name. ``traced`` names those that export ran, the second being the template.
+    """A group of modules of equal structure, by module path.
 
-    ``numbered`` are attributes that hold a module's number in its list, as (module, name, number); ``was_read`` says
-    whether any of them was (`watch_numbers`).
+    ``traced``: the paths of the modules (at most two) that the export ran; the second is copied for the others.
+    ``numbered``: (module, attribute, number) of attributes that hold a module's number in its list. ``was_read``: True
+    if the model read one of these attributes (`watch_numbers`). ``num_skipped``: calls that became `repeat` nodes.
     """
 
     modules: dict[str, nn.Module]
@@ -90,7 +93,7 @@ class Repeats:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Route calls of the modules through this group."""
+        """Replace the ``forward`` of each module by one that traces or skips the call, until the context ends."""
         try:
             for name, module in self.modules.items():
                 vars(module)["forward"] = self._forward(name, module)
@@ -156,7 +159,10 @@ def _describe(value: Any, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor
 
 @contextmanager
 def watch_numbers(groups: list[Repeats]) -> Iterator[None]:
-    """Note which groups' numbers are read: their attributes are properties of the modules' classes meanwhile."""
+    """Set ``was_read`` of each group whose numbered attributes are read before the context ends.
+
+    Until then, properties of the modules' classes replace these attributes.
+    """
     watched: dict[tuple[type, str], dict[int, Repeats]] = {}
     for group in groups:
         for module, key, _ in group.numbered:
@@ -192,7 +198,7 @@ def _noting(kind: type, key: str, owners: dict[int, Repeats]) -> property:
 
 
 def check_repeats(module: fx.GraphModule, groups: list[Repeats]) -> None:
-    """Raise NotRepeatableError if a number was read, or not all marks are in the graph itself (as under no_grad)."""
+    """Raise NotRepeatableError if a module's number was read, or if marks are in a subgraph (as under no_grad)."""
     if any(group.was_read for group in groups):
         raise NotRepeatableError("a block's number was read")
     targets = [node.target for node in module.graph.nodes]
@@ -203,11 +209,10 @@ def check_repeats(module: fx.GraphModule, groups: list[Repeats]) -> None:
 
 
 def find_repeats(model: nn.Module) -> list[Repeats]:
-    """Return groups of modules of equal structure among the elements of the model's lists.
+    """Return the groups of at least `MIN_REPEATS` modules of equal structure in the model's lists.
 
-    Outermost ones come first; groups are never nested.
-
-    None in a model that has a module by two names: torch tells the paths of its modules by the way they are called.
+    Groups are never nested: an outer list is preferred. Returns [] for a model in which a module has two names, because
+    torch then records the path by which a module is called.
     """
     if len(list(model.modules())) < len(list(model.named_modules(remove_duplicate=False))):
         return []

@@ -1,7 +1,7 @@
-"""Context managers for tracing and checking a model, and grouped products as one operator (`grouped_mm`).
+"""Context managers under which a model is traced or checked; grouped matrix products as one operator (`grouped_mm`).
 
-While a model is traced or run for a check, weights that were never allocated are fake (`allocated`), training flags are
-set (`training_flags`), and torch's warnings are off (`quiet_torch`). All of it is undone afterwards.
+`allocated` replaces weights without data by fake tensors, `training_flags` sets the training mode, `quiet_torch` turns
+off torch's warnings. Each context manager restores the former state at its end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ _KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # other products. In float64, and on GPUs older than the kernel, groups are multiplied one after the other. While a
 # model is traced, the grouped products of transformers are this operator.
 def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each group by its matrix: (S, K), (G, K, N), int (G) → (S, N)."""
+    """Multiply the rows of each group by the group's matrix; return (S, N).
+
+    ``rows``: (S, K), sorted by group. ``matrices``: (G, K, N). ``offs``: (G,), whole numbers: the row at which each
+    group ends (exclusive).
+    """
     found: torch.Tensor = torch.ops.meshwright.grouped_mm(rows, matrices, offs)
     return found
 
@@ -133,9 +137,10 @@ def _backward_looks(rows: torch.Tensor, matrices: torch.Tensor, *_: torch.Tensor
 def allocated(
     model: nn.Module, tensors: tuple[torch.Tensor, ...], *, always: bool = False
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the batch to export with.
+    """Yield the batch's tensors for an export.
 
-    If a tensor holds no data, or with ``always``, all tensors are fake CPU tensors meanwhile.
+    If a parameter, buffer or input holds no data, or if ``always``, fake CPU tensors replace all of the model's
+    parameters and buffers until the context ends, and the yielded tensors are fake, too.
     """
     held = [*model.parameters(), *model.buffers(), *tensors]
     if not always and all(holds_data(tensor) for tensor in held):
@@ -167,13 +172,16 @@ def allocated(
 
 
 def holds_data(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is neither fake nor on device "meta"."""
+    """Return whether a tensor holds data: it is neither fake nor on device "meta"."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 @contextmanager
 def training_flags(model: nn.Module, training: bool) -> Iterator[None]:
-    """Switch all modules, unless the model is in that mode: then each keeps its flag (frozen batch norms stay so)."""
+    """Put a model into training or evaluation mode; restore each module's flag at the end.
+
+    A model that is in this mode already keeps the flags of its modules (for example batch norms in evaluation mode).
+    """
     flags = {module: module.training for module in model.modules()}
     try:
         if model.training != training:
@@ -186,7 +194,7 @@ def training_flags(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo afterwards what running the model changes: buffers, their contents, and states of random generators."""
+    """Restore buffers (objects and contents) and torch's random states when the context ends."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
@@ -204,11 +212,12 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_untraced(batch: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Make libraries that ask torch whether it traces take the branches that training takes.
+    """Make libraries take the same branches under export as in training.
 
-    Of a model that is exported, transformers (5.23) gives attention a mask in memory in place of ``is_causal``, and
-    copies keys and values to all heads. Positions in ``batch`` may be those of packed sequences, which need the mask;
-    positions that the model makes itself are not. Its grouped products become one operator (`grouped_mm`).
+    ``torch.compiler.is_compiling`` and ``is_exporting`` return False. Otherwise transformers (5.23) would pass
+    attention a mask tensor in place of ``is_causal``, and copy keys and values to all heads. Its check for packed
+    sequences runs only for positions that are part of ``batch``, not for those that the model makes itself. Its grouped
+    matrix products become one operator (`grouped_mm`).
     """
     with ExitStack() as stack:
         for name in ("is_compiling", "is_exporting"):
@@ -233,7 +242,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Turn off logs of transformers' models, and warnings of export and `torch.cond` on what is checked here anyway."""
+    """Turn off Python warnings, and log messages of torch.export and transformers, until the context ends."""
     loggers = [
         logging.getLogger(name)
         for name in ("torch.fx.experimental", "torch.export", "torch._export", "torch._subclasses", "transformers")

@@ -1,7 +1,7 @@
-"""Values of a graph without data: what each tensor looks like, and which memory it lives in.
+"""Descriptions of a graph's tensors, without data.
 
-A `ValueLooks` is a tensor's shape, strides, dtype and whether autograd follows it. A `Slot` is one tensor of a walk
-through a graph: its value and the number of its storage; tensors that share memory share the number.
+A `ValueLooks` is a tensor's shape, strides, dtype and ``requires_grad``. A `Slot` is one tensor of a walk through a
+graph: a `ValueLooks` and the number of its storage. Tensors that share memory have the same storage number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ValueLooks:
-    """Looks of a tensor; everything that decides what an operator does with it."""
+    """Shape, strides, dtype and ``requires_grad`` of a tensor: all that operators depend on, except data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -22,12 +22,12 @@ class ValueLooks:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ValueLooks:
-        """Return the value of a real or fake tensor."""
+        """Return the description of a real or fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     @property
     def differentiable(self) -> bool:
-        """Whether autograd can follow values of this dtype."""
+        """True if tensors of this dtype (floating-point or complex) can require a gradient."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def empty(self) -> torch.Tensor:
@@ -36,7 +36,7 @@ class ValueLooks:
         return tensor.requires_grad_(self.requires_grad)
 
     def with_batch(self, batch_size: int) -> ValueLooks:
-        """Return the same with ``batch_size`` along dim 0."""
+        """Return the same description with ``batch_size`` as the size of dim 0."""
         shape = (batch_size, *self.shape[1:])
         # Strides do not depend on the batch where dim 0 is the outermost; otherwise a batch of another size is taken as
         # contiguous.
@@ -47,7 +47,10 @@ class ValueLooks:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One tensor of a walk. ``value`` changes when an in-place write makes autograd follow it."""
+    """One tensor of a walk; ``storage`` is the number of its memory.
+
+    ``value`` is replaced if a later in-place write makes the tensor require a gradient.
+    """
 
     value: ValueLooks
     storage: int
