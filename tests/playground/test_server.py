@@ -397,7 +397,7 @@ def test_a_search_can_be_stopped_and_a_new_one_takes_its_place(server):
     third = json.loads(ask(server, "POST", "/search", {"query": to_query(large)})[2])["job"]
     assert third > second > first
     body = ask(server, "POST", "/progress", {"job": second})[2]
-    assert "later one took its place" in json.loads(body)["message"]
+    assert "a later search replaced it" in json.loads(body)["message"]
     ask(server, "POST", "/stop", {"job": third})
 
 

@@ -1,12 +1,14 @@
-"""A local page where controls change a plan, and its timeline, memory and step time follow at once.
+"""The playground: a local web page whose controls change a plan; timeline, memory and step time are updated at once.
 
-    Controls (`controls`)  →  base and scenario (`controls`), Plan (`page_layout`; back: `opened_plans`)
-                     →  StateResult (`workbench`: balanced cuts, program, costs, simulation)  →  JSON (`service`)
+The values of all controls are a state (`controls.Controls`). Modules:
 
-`service` answers paths, `page_server` speaks HTTP on 127.0.0.1, `jobs` refuses foreign requests and searches in the
-background.
+* `controls`: a state, its form in a link, and the cluster and scenario that it describes;
+* `page_layout`: make the plan of a state; `opened_plans`: find the state of a plan;
+* `workbench`: estimate and simulate the plan of a state (`StateResult`);
+* `service`: the responses to requests, as JSON and files; `page_server`: HTTP on 127.0.0.1;
+* `jobs`: searches in the background, and checks that a request comes from the page.
 
-The views are those of `meshwright.report.page`; the scripts next to this file contain the controls.
+The diagrams are drawn by `meshwright.report.page`, the controls by the scripts in this folder.
 """
 
 from meshwright.playground.controls import Controls, from_query, state_of_cluster, to_query

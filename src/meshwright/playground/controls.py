@@ -1,12 +1,12 @@
-"""The values of all controls: one frozen State, its form in a link, and the machines that it describes.
+"""The state of the playground: the values of all controls (`Controls`), and the link that contains them.
 
-A state names the model, the cluster, the plan and the scenario by small values. `to_query` writes all of them, so that
-a link shows the same later; `from_query` reads untrusted text and either returns a State with every value within
-`LIMITS`, or raises PlaygroundError. Whether the values are consistent (a batch that divides, stages that have layers)
-is checked where they are used. `base_cluster` and `scenario_of` give the machines.
+A state describes model, cluster, plan and scenario by small values. `to_query` writes all of them, so that a link shows
+the same state later. `from_query` reads untrusted text: it returns a state with every value within `LIMITS`, or raises
+PlaygroundError. Whether the values are consistent (does the batch divide, are there enough layers) is checked where
+they are used. `base_cluster` and `scenario_of` return the cluster and the scenario of a state.
 
-`AS_PLANNED` is the value of a control that takes its part from the opened plan, which ``given`` names by its hash. So a
-link names no file, neither a schedule's nor a model's.
+A control with the value `AS_PLANNED` takes its value from the opened plan, which ``given`` identifies by a hash. So a
+link never names a file.
 """
 
 from __future__ import annotations
@@ -75,15 +75,16 @@ _MAX_REPLICAS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controls:
-    """The values of all controls.
+    """The state of the playground: the values of all controls.
 
-    ``replicas`` has one number for all stages, or one per stage; an empty tuple means as many as devices and
-    microbatches allow. ``cuts`` are the first layers of all stages but the first; empty means balanced. ``num_chunks``
-    is the number of stages on a rank under a schedule that assigns them in turn. ``layout``, ``schedule`` and
-    ``recompute`` may be `AS_PLANNED`; ``rest`` is that, or "none", for everything without its own control: the way of
-    the gradient exchange, placements of ops, the loader. 0 for ``num_nics`` and ``memory_gib`` means the value of the
-    device kind. ``slowdown`` is that of the device of ``slow_rank``, ``link_slowdown`` that of all links inside nodes,
-    ``nic_slowdown`` that of all links between nodes; 1 means as in the datasheet.
+    ``given``: the hash of the opened plan, or "". ``kind``: a shipped kind of device, or the name of a cluster from a
+    file. ``replicas``: one number for all stages, or one per stage; (): the most that devices and microbatches allow.
+    ``cuts``: the first layer of each stage but the first; (): balanced cuts. ``num_chunks``: stages per rank under
+    schedules that assign stages to ranks in turn (interleaved). ``rest``: all properties without a control (details of
+    the gradient reduction, placements of ops, the loader): `AS_PLANNED` or "none". ``layout``, ``schedule`` and
+    ``recompute`` may be `AS_PLANNED`, too. ``num_nics`` and ``memory_gib``: per node and per device; 0: the value of
+    the datasheet. ``slowdown``: the factor by which device ``slow_rank`` is slower; ``link_slowdown`` and
+    ``nic_slowdown``: the same for all links inside nodes and between nodes; 1: as in the datasheet.
     """
 
     model: str = "gpt2-small"
@@ -120,23 +121,23 @@ class Controls:
 
     @property
     def needs_plan(self) -> bool:
-        """Return whether some control takes its part from the opened plan."""
+        """True if a control takes its value from the opened plan (`AS_PLANNED`)."""
         return AS_PLANNED in (self.layout, self.schedule, self.recompute, self.rest)
 
 
 def to_query(state: Controls) -> str:
-    """Return the state as the query of a link, every value written out."""
+    """Return a state as the query of a link (``name=value&…``), with the values of all controls."""
     return urlencode([(item.name, item.write(getattr(state, item.field))) for item in _PARAMETERS])
 
 
 def from_query(query: str) -> Controls:
-    """Read a link's query; missing values are the defaults.
+    """Return the state of a link's query; missing values are the defaults of `Controls`.
 
-    Raises PlaygroundError, naming the value, for an unknown or repeated name and for anything out of range.
+    Raises PlaygroundError, which names the value, for unknown or repeated names and for values out of range.
     """
     if len(query) > MAX_QUERY_LENGTH:
         raise PlaygroundError(
-            f"The link has {len(query)} characters; at most {MAX_QUERY_LENGTH} are read. Set the controls by hand."
+            f"The link has {len(query)} characters; expected at most {MAX_QUERY_LENGTH}. Set the controls by hand."
         )
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), errors="strict", max_num_fields=64)
@@ -293,9 +294,10 @@ MAX_DEVICES = 1024
 # balanced cuts come from) and simulated on the scenario. `simulator.scenarios` documents the effects, as for the files
 # of `meshwright simulate --scenario`.
 def base_cluster(state: Controls, files: Mapping[str, Cluster]) -> Cluster:
-    """Return the cluster that a state describes; ``files`` are clusters from files, by the name that stands for a kind.
+    """Return the cluster of a state, without its scenario.
 
-    Raises PlaygroundError for an unknown kind, too many devices, or another size than a file's cluster has.
+    ``files``: clusters from files, by the name that ``state.kind`` has for them. Raises PlaygroundError for an unknown
+    kind of device, for too many devices, and for numbers of nodes or devices that differ from those of the file.
     """
     if state.kind in files:
         cluster = files[state.kind]
@@ -303,7 +305,7 @@ def base_cluster(state: Controls, files: Mapping[str, Cluster]) -> Cluster:
         if (state.num_nodes, state.devices_per_node) != shape:
             raise PlaygroundError(
                 f"{state.kind} describes {shape[0]} nodes of at most {shape[1]} devices, but {state.num_nodes} nodes "
-                f"of {state.devices_per_node} were asked for. Choose a shipped kind of device to change the numbers."
+                f"of {state.devices_per_node} were given. Choose a shipped kind of device to change the numbers."
             )
         return cluster
     if state.kind not in shipped_kinds():
@@ -311,14 +313,18 @@ def base_cluster(state: Controls, files: Mapping[str, Cluster]) -> Cluster:
         raise PlaygroundError(f"Unknown kind of device {state.kind[:40]!r}{suggest(state.kind[:40], known)}.")
     if state.num_nodes * state.devices_per_node > MAX_DEVICES:
         raise PlaygroundError(
-            f"{state.num_nodes} nodes of {state.devices_per_node} devices were asked for; the playground answers up to "
+            f"{state.num_nodes} nodes of {state.devices_per_node} devices were given; the playground simulates up to "
             f"{MAX_DEVICES} devices. Use `meshwright plan` and `simulate` for larger clusters."
         )
     return load_cluster(f"{state.num_nodes}x{state.devices_per_node}x{state.kind}")
 
 
 def scenario_of(state: Controls) -> Scenario:
-    """Return the scenario that a state's controls set. Links between nodes do not matter with a single node."""
+    """Return the scenario of a state: slow device and links, NICs per node, memory per device.
+
+    Slowdowns of links that the cluster does not have (between nodes with a single node, inside nodes with one device)
+    are left out.
+    """
     effects = list[Effect]()
     if state.memory_gib:
         effects.append(DeviceMemory(memory=Bytes(max(1, int(state.memory_gib * 2**30)))))
@@ -334,9 +340,9 @@ def scenario_of(state: Controls) -> Scenario:
 
 
 def scenario_cost(state: Controls, cost: CostModel) -> CostModel:
-    """Return the cost model of the base as the scenario changes it.
+    """Return a cost model changed by the state's scenario; ``cost`` is that of the cluster without a scenario.
 
-    Raises PlaygroundError for a slow device that is not there.
+    Raises PlaygroundError if the cluster does not have the slow device.
     """
     num_ranks = cost.cluster.num_ranks
     if state.slowdown != 1 and state.slow_rank >= num_ranks:
@@ -348,9 +354,10 @@ def scenario_cost(state: Controls, cost: CostModel) -> CostModel:
 
 
 def state_of_cluster(reference: str) -> tuple[Controls, dict[str, Cluster]]:
-    """Return the state on a cluster that a plan names, and the clusters to offer beside the shipped kinds.
+    """Return a default state on the cluster ``reference``, and clusters to offer beside the shipped kinds of devices.
 
-    Raises ClusterError for a reference that cannot be read.
+    ``reference``: a cluster's name or file, as in `load_cluster`. The second result has the cluster by ``reference`` if
+    it is not made of nodes of one shipped kind; else it is empty. Raises ClusterError for an invalid reference.
     """
     cluster = load_cluster(reference)
     num_nodes, num_devices = len(cluster.nodes), max(node.num_devices for node in cluster.nodes)

@@ -1,8 +1,8 @@
-"""Searches in the background, one at a time, with progress, each stoppable; and the refusal of foreign requests.
+"""Searches of plans in the background (`Searches`), and checks that a request comes from the playground's page.
 
-A search runs in its own thread with its own cost model; the page polls its progress. It stops where the planner reports
-progress, so within a fraction of a second for models of some hundred layers. `check_request` and `check_post` refuse
-all requests except those of a page that this server sent.
+One search runs at a time, in its own thread and with its own cost model; the page polls its progress. A stopped search
+ends when the planner next reports progress: within a fraction of a second for models of some hundred layers.
+`check_request` and `check_post` refuse all requests except those of a page that this server sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 64 * 1024
 
 
 class RefusedError(Exception):
-    """A refused request: HTTP status and reason."""
+    """A request is refused; ``status`` is the HTTP status, the message the reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -43,17 +43,23 @@ class RefusedError(Exception):
 #
 # Answers have the headers of all pages that are served (`report.page.SERVED_HEADERS`).
 def check_request(headers: Message, port: int, *, is_page: bool) -> None:
-    """Raise RefusedError for a request to another host or from another site; ``is_page``: links to it are allowed."""
+    """Raise RefusedError for a request to another host name or from another site.
+
+    ``is_page``: the request is for the page itself, to which other sites may link.
+    """
     hosts = headers.get_all("Host", [])
     if len(hosts) != 1 or hosts[0].lower() not in _names(port):
-        raise RefusedError(403, f"This server answers only requests to 127.0.0.1:{port} or localhost:{port}.")
+        raise RefusedError(403, f"The request is for another host; expected 127.0.0.1:{port} or localhost:{port}.")
     site = headers.get("Sec-Fetch-Site", "none")
     if site not in ("same-origin", "none") and not is_page:
         raise RefusedError(403, "Requests from other sites are refused.")
 
 
 def check_post(headers: Message, port: int) -> int:
-    """Return the length of a POST's body; raises RefusedError unless it is JSON from this server's own page."""
+    """Return the length of a POST's body, in bytes.
+
+    Raises RefusedError if the request does not come from this server's page, is not JSON, or is too long.
+    """
     origin = headers.get("Origin", "")
     if origin.lower() not in {f"http://{name}" for name in _names(port)}:
         raise RefusedError(403, "Only the page of this server may send requests.")
@@ -63,7 +69,7 @@ def check_post(headers: Message, port: int) -> int:
     if headers.get("Transfer-Encoding") is not None or not (length.isascii() and length.isdigit()):
         raise RefusedError(411, "A request must state its length (Content-Length).")
     if len(length) > 9 or int(length) > MAX_BODY_BYTES:
-        raise RefusedError(413, f"The request has more than {MAX_BODY_BYTES} bytes, the limit.")
+        raise RefusedError(413, f"The request has {length} bytes; expected at most {MAX_BODY_BYTES}.")
     return int(length)
 
 
@@ -82,7 +88,7 @@ class _StoppedError(Exception):
 
 
 class SearchJob:
-    """One search: a thread, its progress, and its result. Also the event sink of the search."""
+    """One search: its thread, its progress and its result; it is also the event sink of the search."""
 
     def __init__(self, number: int, search: Callable[[SearchJob], Plans], show: Callable[[Plan], Controls]) -> None:
         self.number = number
@@ -94,20 +100,24 @@ class SearchJob:
         self._thread.start()
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """Remember the progress; unwind the search if it was stopped."""
+        """Store the progress of the search; end the search, by an exception, if it was stopped."""
         if self._stop.is_set():
             raise _StoppedError
         self._report = {**self._report, "task": task, "done": done, "total": total}
 
     def metric(self, name: str, value: float, step: int) -> None:
-        """Searches report no metrics."""
+        """Do nothing: searches report no metrics."""
 
     def report(self) -> Row:
-        """Return the progress: ``status`` running, done, failed or stopped; rows of plans when done."""
+        """Return the state of the search as JSON data.
+
+        ``status``: "running", "done", "failed" or "stopped"; ``task``, ``done`` and ``total``: the progress; ``rows``:
+        the plans of a search that is done; ``message``: why a search failed.
+        """
         return self._report
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Ask the search to stop, and wait up to ``timeout_s`` seconds for its end."""
+        """Stop the search at its next progress report; wait up to ``timeout_s`` seconds for its end."""
         self._stop.set()
         self._thread.join(timeout_s)
 
@@ -124,12 +134,18 @@ class SearchJob:
         except MeshwrightError as error:
             self._report = {**self._report, "status": "failed", "message": str(error)}
         except Exception as error:
-            message = f"The search failed ({type(error).__name__}: {error}). Please report this link with it."
+            message = (
+                f"The search failed because of a defect ({type(error).__name__}: {error}). Please report it, with the "
+                "page's link."
+            )
             self._report = {**self._report, "status": "failed", "message": message}
 
 
 class Searches:
-    """The running search, if any; a new one stops the previous one."""
+    """Starts searches and returns their progress; one runs at a time: a new search stops the previous one.
+
+    ``lock``: held while ``bench`` is used.
+    """
 
     def __init__(self, bench: Workbench, lock: threading.Lock) -> None:
         self._bench = bench
@@ -139,7 +155,7 @@ class Searches:
         self._changing = threading.Lock()
 
     def start(self, state: Controls) -> Row:
-        """Search the best plans for a state's model, workload, cluster and scenario."""
+        """Start a search for the best plans of a state's model, workload, cluster and scenario; return its report."""
         with self._lock:
             graph, _, cluster, cost = self._bench.prepare(state)
             given = self._bench.given_of(state)
@@ -179,24 +195,26 @@ class Searches:
             return self._job.report()
 
     def report(self, number: int) -> Row:
-        """Return the progress of a search. Raises PlaygroundError for one that was replaced."""
+        """Return the report of search ``number``. Raises PlaygroundError if a later search replaced it."""
         return self._find(number).report()
 
     def stop(self, number: int) -> Row:
-        """Stop a search. Raises PlaygroundError for one that was replaced."""
+        """Stop search ``number`` and return its report. Raises PlaygroundError if a later search replaced it."""
         job = self._find(number)
         job.stop(timeout_s=1.0)
         return job.report()
 
     def close(self) -> None:
-        """Stop the running search."""
+        """Stop the running search, if there is one, and wait some seconds for its end."""
         if self._job is not None:
             self._job.stop(timeout_s=5.0)
 
     def _find(self, number: int) -> SearchJob:
         job = self._job
         if job is None or job.number != number:
-            raise PlaygroundError(f"There is no search {number} any more; a later one took its place. Search again.")
+            raise PlaygroundError(
+                f"Search {number} no longer exists, because a later search replaced it. Search again."
+            )
         return job
 
 
@@ -222,7 +240,7 @@ def _recompute_word(state: Controls, graph: Graph, given: Plan | None) -> str:
     word = name_recompute(graph, Recompute(given.recompute, given.keeps))
     if not word:
         raise PlaygroundError(
-            "The plan recomputes parts of layers that have no name, and a search needs one. Choose another value "
-            "of `Computed again`, then search."
+            "The opened plan recomputes ranges of ops for which there is no name, and a search needs a name. Choose "
+            "another value of `Recompute`, then search."
         )
     return word

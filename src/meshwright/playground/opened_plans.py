@@ -1,6 +1,6 @@
-"""From a Plan to the state that shows it: every plan has one, and `page_layout.make_plan` returns the same plan again.
+"""Find the state that shows a plan. Every plan has one, from which `page_layout.make_plan` makes the same plan again.
 
-Properties with a control are its value; all others are `AS_PLANNED`, and described in words.
+Properties that a control can express become its value. All others are `AS_PLANNED`, and `describe_given` lists them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _MIB = 2**20
 
 
 def state_of_plan(plan: Plan, state: Controls, graph: Graph | None = None) -> Controls:
-    """Return the state that shows a plan on the cluster and in the scenario of ``state``.
+    """Return the state that shows a plan on the cluster and under the scenario of ``state``.
 
-    If it `Controls.needs_plan`, the workbench must know the plan (`Workbench.open_plan`). With the ``graph``, recompute
-    is named by its word.
+    If the result's `Controls.needs_plan` is True, the workbench must have opened the plan (`Workbench.open_plan`).
+    ``graph``: the plan's graph, with which the plan's recompute gets the name that the control shows; without it, any
+    recompute becomes `AS_PLANNED`.
     """
     layout, num_chunks, replicas = _layout_of(plan)
     again = Recompute(plan.recompute, plan.keeps)
@@ -68,7 +69,7 @@ def state_of_plan(plan: Plan, state: Controls, graph: Graph | None = None) -> Co
 
 
 def describe_given(state: Controls, given: Plan | None) -> str:
-    """One sentence on what a state takes from the opened plan; "" if nothing."""
+    """Return a sentence that lists the properties that a state takes from the opened plan; "" if it takes nothing."""
     if given is None or not state.needs_plan:
         return ""
     parts = {
@@ -82,7 +83,7 @@ def describe_given(state: Controls, given: Plan | None) -> str:
 
 
 def plan_key(plan: Plan) -> str:
-    """Return a short name for a plan, by its content."""
+    """Return a hash of a plan's content (16 hexadecimal digits), which identifies it in links."""
     return source_hash(dump_json(encode_document(plan)).encode())
 
 

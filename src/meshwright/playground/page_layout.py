@@ -1,9 +1,9 @@
-"""From a state to a Plan: stages, ranks and cuts as the controls set them, or as in an opened plan.
+"""Make the plan of a state: stages, ranks and cuts as the controls set them, or as in an opened plan.
 
-A plan of the playground places its stages by one of the planner's layouts (`planner.rank_layouts`) and assigns them to
-ranks as its schedule requires (`planner.adoption`). Properties that no control can express stay as in the opened plan
-(`controls.AS_PLANNED`): ranks in another order, unequal shares of microbatches, a user's schedule, recomputed ranges of
-ops, a way of reducing gradients. `opened_plans` is the inverse.
+Stages are placed by one of the planner's layouts (`planner.rank_layouts`) and assigned to ranks as the schedule
+requires (`planner.adoption`). Properties that no control can express are taken from the opened plan
+(`controls.AS_PLANNED`): another order of ranks, unequal shares of microbatches, a user's schedule, recomputed ranges of
+ops, details of the gradient reduction. `opened_plans` does the reverse.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ _MIB = 2**20
 
 
 def check_shape(state: Controls, num_layers: int, num_devices: int, given: Plan | None = None) -> tuple[int, ...]:
-    """Return replicas of each pipeline position (a stage, or all stages of a rank).
+    """Check stages, replicas, cuts and batch of a state; return the number of replicas of each pipeline position.
 
-    Raises PlanError with a remedy if stages, replicas or cuts are impossible.
+    A pipeline position is one stage, or the stages that one rank computes under a schedule with several per rank.
+    ``given``: the opened plan. Raises PlanError, with a remedy, if no plan has these values.
     """
     if state.num_stages > num_layers:
         raise PlanError(
-            f"{state.num_stages} stages were asked for, but {state.model} has {format_count(num_layers, 'layer')}, and "
+            f"{state.num_stages} stages were given, but {state.model} has {format_count(num_layers, 'layer')}, and "
             f"every stage needs at least one. Choose at most {format_count(num_layers, 'stage')}."
         )
     _check_cuts(state, num_layers)
@@ -65,8 +66,9 @@ def check_shape(state: Controls, num_layers: int, num_devices: int, given: Plan 
         replicas = tuple(len(stage.ranks) for stage in given.stages)
         if (state.num_stages, state.replicas) != (len(given.stages), briefly(replicas)):
             raise PlanError(
-                f"The layout {AS_PLANNED} has {format_count(len(given.stages), 'stage')} with replicas "
-                f"{_words(briefly(replicas))}. Choose another layout to change them, or put them back."
+                f"With the layout {AS_PLANNED} (as in the opened plan), the plan has "
+                f"{format_count(len(given.stages), 'stage')} with replicas {_words(briefly(replicas))}. Choose another "
+                "layout to change stages or replicas, or give these numbers."
             )
         _check_batch(state, replicas)
         return replicas
@@ -91,12 +93,15 @@ def check_shape(state: Controls, num_layers: int, num_devices: int, given: Plan 
 
 
 def check_duration(state: Controls, layer_s: NDArray[np.float64]) -> None:
-    """Raise PlanError for a step that exceeds the range of the simulator's clock (int64 picoseconds)."""
+    """Raise PlanError for a step that is too long for the simulator's clock (int64 picoseconds).
+
+    ``layer_s``: seconds of each layer per microbatch.
+    """
     count = state.global_batch / (state.microbatch_size * state.expert)
     seconds = float(layer_s.sum()) * count * max(state.slowdown, 1)
     if seconds > MAX_STEP_S:
         raise PlanError(
-            f"One step would compute for {seconds:,.0f} s; the playground answers up to {MAX_STEP_S:,} s. "
+            f"One step would compute for {seconds:,.0f} s; the playground simulates steps of at most {MAX_STEP_S:,} s. "
             "Choose a smaller batch, or faster devices."
         )
 
@@ -111,9 +116,11 @@ def make_plan(
     *,
     rewritten: str = "",
 ) -> Plan:
-    """Return the plan of a state with these cuts; ``given`` is the opened one.
+    """Return the plan of a state on the cluster ``base``.
 
-    Raises PlanError for an impossible state.
+    ``cuts``: the first layer of each stage but the first. ``sizes``: the model's (name, value) sizes that the plan
+    stores. ``given``: the opened plan. ``rewritten``: the kind of device for which the graph was rewritten, or "".
+    Raises PlanError, with a remedy, for a state that no plan has.
     """
     replicas = check_shape(state, len(graph.layers), base.num_ranks, given)
     bounds = tuple(pairwise((0, *cuts, len(graph.layers))))
@@ -150,8 +157,8 @@ def make_plan(
     if num_instructions(plan) > limit:
         raise PlanError(
             f"{plan.num_microbatches} microbatches in {state.num_stages} stages are about {num_instructions(plan):,} "
-            f"instructions per step; the playground answers up to {limit:,}. Choose larger microbatches, "
-            "or simulate such a plan with `meshwright simulate`."
+            f"instructions per step; the playground simulates at most {limit:,}. Choose larger microbatches, or "
+            "simulate such a plan with `meshwright simulate`."
         )
     if given is None:
         return plan
@@ -161,7 +168,11 @@ def make_plan(
 
 
 def workload_of(state: Controls, graph: Graph | None = None, given: Plan | None = None) -> Workload:
-    """Return the workload of the state, for which its graph was captured."""
+    """Return the workload of a state.
+
+    Its kind (training or inference) is that of ``graph``. Details of optimizer and loader come from ``given``, the
+    opened plan, if the state keeps them.
+    """
     optimizer = Optimizer.named(state.optimizer)
     if given is not None and given.workload.optimizer.option == state.optimizer:
         optimizer = given.workload.optimizer
@@ -175,7 +186,7 @@ def workload_of(state: Controls, graph: Graph | None = None, given: Plan | None 
 
 
 def exchange_of(state: Controls, given: Plan | None = None) -> GradientExchange:
-    """Return the gradient reduction that the controls describe."""
+    """Return the gradient reduction of a state; details without a control are those of the opened plan, ``given``."""
     way = given.exchange if given is not None and state.rest == AS_PLANNED else GradientExchange()
     return replace(
         way,
@@ -187,7 +198,7 @@ def exchange_of(state: Controls, given: Plan | None = None) -> GradientExchange:
 
 
 def sharding_of(state: Controls, given: Plan | None = None) -> Sharding:
-    """Return the sharding that the controls describe."""
+    """Return the sharding of a state; details without a control are those of the opened plan, ``given``."""
     return replace(
         given.sharding if given is not None and state.rest == AS_PLANNED else UNSHARDED,
         tensor=state.tensor,
@@ -198,21 +209,26 @@ def sharding_of(state: Controls, given: Plan | None = None) -> Sharding:
 
 
 def again_of(state: Controls, graph: Graph, given: Plan | None = None) -> Recompute:
-    """Return what is recomputed. Raises PlanError for a word that has no meaning in this graph."""
+    """Return the recompute of a state. Raises PlanError for a value that the graph's layers do not support."""
     if state.recompute == AS_PLANNED and given is not None:
         return Recompute(given.recompute, given.keeps)
     return Recompute() if state.recompute == "none" else _read_recompute(graph, state.recompute)
 
 
 def offload_of(state: Controls) -> Offload:
-    """Return the offload that the controls describe."""
+    """Return the offload of a state."""
     return ON_DEVICE if state.offload == "none" else read_offload((state.offload,))
 
 
 def deal_out(
     name: LayoutName, deal: str, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]
 ) -> tuple[StagePlan, ...]:
-    """Return stages of these layers on the ranks of the pipeline positions, as the schedule assigns them."""
+    """Return the stages of a plan, with ranks.
+
+    ``name``: the planner's layout, which places the ranks of each pipeline position. ``deal``: how the schedule assigns
+    stages to positions (`spec.schedules.layout_of`: "single", "in turn", "v" or "bidirectional"). ``bounds``: (first
+    layer, end) of each stage. ``replicas``: per position.
+    """
     size, count = len(replicas), len(bounds)
     layout = Layout(name=name, num_ranks=sum(replicas), num_stages=size)
     if deal == "single":
@@ -239,8 +255,8 @@ def _replicas_of(state: Controls, num_devices: int) -> tuple[int, ...]:
         divisor = 2 if deal == "bidirectional" else chunks
         if count % divisor:
             raise PlanError(
-                f"The schedule {state.schedule} needs a number of stages that {divisor} divides; {count} were given. "
-                f"Choose {format_count(max(count // divisor, 1) * divisor, 'stage')}, or another schedule."
+                f"The schedule {state.schedule} needs a number of stages that is a multiple of {divisor}; {count} were "
+                f"given. Choose {format_count(max(count // divisor, 1) * divisor, 'stage')}, or another schedule."
             )
     if not state.replicas and deal == "bidirectional":
         return (1,) * size
@@ -292,7 +308,7 @@ def _positions(state: Controls) -> range:
 
 
 def briefly(replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the replicas of all stages as the control has them: one number if they are equal."""
+    """Return the numbers of replicas of all stages as the control shows them: one number if all are equal."""
     return replicas[:1] if len(set(replicas)) == 1 else replicas
 
 
@@ -312,21 +328,21 @@ def _check_batch(state: Controls, replicas: Sequence[int]) -> None:
     batch, rest = divmod(state.global_batch, state.expert)
     if rest:
         raise PlanError(
-            f"A global batch of {state.global_batch} samples does not divide among {state.expert} expert ranks, which "
-            "have samples of their own. Choose another batch, or another size of the axis."
+            f"A global batch of {state.global_batch} samples does not divide among {state.expert} expert ranks, each "
+            "of which computes its own samples. Choose another batch, or another size of the expert axis."
         )
     if batch % state.microbatch_size:
         sizes = [size for size in range(1, min(state.microbatch_size, batch + 1)) if batch % size == 0]
         raise PlanError(
-            f"A global batch of {batch} samples does not divide into microbatches of "
-            f"{state.microbatch_size}. Choose microbatches of {max(sizes)}, or another batch."
+            f"A batch of {batch} samples does not divide into microbatches of {state.microbatch_size}. Choose "
+            f"microbatches of {max(sizes)}, or another batch."
         )
     count = batch // state.microbatch_size
     if max(replicas) > count:
         work = format_count(count, "microbatch", "microbatches")
         raise PlanError(
-            f"A stage has {max(replicas)} replicas, but a step has {work}, so some would have nothing to do. "
-            f"Choose at most {format_count(count, 'replica')}, smaller microbatches or a larger batch."
+            f"A stage has {max(replicas)} replicas, but a step has {work}, so some replicas would have nothing to "
+            f"compute. Choose at most {format_count(count, 'replica')}, smaller microbatches or a larger batch."
         )
 
 

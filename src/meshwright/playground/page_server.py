@@ -1,8 +1,8 @@
-"""The playground on 127.0.0.1: the standard library's threading HTTP server, with limits.
+"""The HTTP server of the playground on 127.0.0.1: the standard library's threading server, with limits.
 
-Nothing of the file system is served. A connection that is silent for `IDLE_S` seconds, or takes longer to send a body,
-is closed, and so are new ones beyond `MAX_CONNECTIONS`. An error in a request becomes an answer with a status, never a
-traceback.
+No files of the user are served. A connection that is silent for `IDLE_S` seconds, or takes longer to send a body, is
+closed. Connections beyond `MAX_CONNECTIONS` at a time are closed, too. An error in a request becomes a response with an
+HTTP status, never a traceback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _POLL_S = 0.2
 
 
 class PlaygroundServer(ThreadingHTTPServer):
-    """Serves one `Service` on a port of 127.0.0.1; 0 chooses a free one."""
+    """Serves a `Service` on a port of 127.0.0.1; port 0 chooses a free port.
+
+    Raises PlaygroundError if the port cannot be opened.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -45,26 +48,26 @@ class PlaygroundServer(ThreadingHTTPServer):
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PlaygroundError(
-                    f"Port {port} is in use. Give another --port, or leave it out for a free one."
+                    f"Port {port} is in use. Give another --port, or leave --port out, which chooses a free port."
                 ) from None
             raise PlaygroundError(
-                f"Port {port} cannot be opened ({error.strerror}). Leave --port out for a free one."
+                f"Port {port} cannot be opened ({error.strerror}). Leave --port out, which chooses a free port."
             ) from None
 
     @property
     def url(self) -> str:
-        """The address of the page."""
+        """The URL of the page."""
         return f"http://{HOST}:{self.server_port}/"
 
     def warm_up(self) -> None:
-        """Answer the first state once, so that the first request is as fast as the others."""
+        """Compute the first state once, so that the first request is as fast as later ones."""
         self.service.warm_up()
         # Existing objects are kept out of garbage collection: walking graphs of 100,000 objects takes 0.1 s each time.
         gc.collect()
         gc.freeze()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle each connection in a thread, while places are free."""
+        """Handle a connection in a thread; close it if `MAX_CONNECTIONS` are open already."""
         if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -75,21 +78,21 @@ class PlaygroundServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Release the place when the connection ends."""
+        """Handle a connection; when it ends, allow another one."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a connection that breaks: the browser closed it."""
+        """Do nothing: a connection breaks when the browser closes it."""
 
 
 def serve(server: PlaygroundServer, started: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; ``started`` is called with the address. To be called in the main thread.
+    """Serve until Ctrl-C; call ``started`` with the URL when requests are accepted. Call this in the main thread.
 
-    A KeyboardInterrupt in the loop that takes requests was lost about once in thirty tries, right after an answer. So
-    Ctrl-C only sets an event; requests are handled in another thread, and this one waits for the event.
+    Requests are handled in another thread, and Ctrl-C only sets a flag for which this thread waits. A KeyboardInterrupt
+    in the loop that accepts requests was lost about once in thirty tries, right after a response.
     """
     interrupted: list[int] = []
     before = signal.getsignal(signal.SIGINT)
@@ -163,7 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         except Exception as error:
-            reply = _refusal(500, f"This state is a defect of Meshwright ({type(error).__name__}: {error}). Report it.")
+            reply = _refusal(
+                500, f"This error is a defect of Meshwright ({type(error).__name__}: {error}). Please report it."
+            )
         self._send(reply)
 
     def _send(self, reply: Reply) -> None:
@@ -181,16 +186,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(reply.body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse requests that are not HTTP or use another method, as briefly as other refusals."""
+        """Refuse a request that is not HTTP or uses an unsupported method, with a JSON body like other refusals."""
         self.close_connection = True
-        self._send(_refusal(int(code), message or explain or "This request is not understood."))
+        self._send(_refusal(int(code), message or explain or "This request is not supported."))
 
     def version_string(self) -> str:
-        """Hides the versions of Python and Meshwright."""
+        """Return "meshwright", without the versions of Python and Meshwright."""
         return "meshwright"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not printed."""
+        """Do nothing: requests are not printed."""
 
 
 def _refusal(status: int, message: str) -> Reply:

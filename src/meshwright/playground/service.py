@@ -1,4 +1,4 @@
-"""What each path answers: the playground without HTTP; its answers as plain JSON, its files, and turns of computation.
+"""The responses of the playground by path, without HTTP: JSON, files, and one computation at a time.
 
 GET   /  /playground.js ...      the page and its files
       /options                   what the controls offer
@@ -9,8 +9,8 @@ POST  /answer                    {query, pinned, page, number} → `answer_data`
       /interval                  {query} → `interval_data`: two more simulations, so it is a separate request
       /search                    {query} → a `jobs.SearchJob` report;  /progress, /stop: {job} → the same
 
-One request is computed at a time (`Turns`). A page numbers its requests. Later ones wait; when its turn comes, a
-request of a page that has sent a newer one is dropped. So dragging a control costs at most two computations, not one
+One request is computed at a time (`Turns`); the others wait. A page numbers its requests. When a waiting request can
+start, it is dropped if its page has sent a newer one. So dragging a control causes at most two computations, not one
 per step.
 """
 
@@ -73,7 +73,7 @@ NEVER_FLUSHES = "The schedule is asynchronous; the step time is that of a step w
 #     layers    names and seconds of the layers, the cuts and the balanced cuts, for the bar that moves cuts
 #     pinned    figures of the pinned state, its link, and the difference in words
 def answer_data(answer: StateResult) -> Row:
-    """Return the answer to a state, for the page."""
+    """Return the response for a state that has a plan (its fields are listed above this function)."""
     ranked = answer.ranked
     return {
         "status": "fits" if ranked.fits else "too large",
@@ -93,7 +93,7 @@ def answer_data(answer: StateResult) -> Row:
 
 
 def answer_figures(answer: StateResult) -> Row:
-    """Return the headline numbers, of all devices and of one."""
+    """Return the headline figures of a state, with throughput of all devices and per device."""
     ranked, plan = answer.ranked, answer.plan
     tokens_per_s = ranked.tokens_per_s
     return {
@@ -106,7 +106,7 @@ def answer_figures(answer: StateResult) -> Row:
 
 
 def interval_data(interval: StepInterval) -> Row:
-    """Return the ends of the step time's interval, and their meaning."""
+    """Return the 80 % interval of the step time (seconds), and its meaning in words."""
     return {
         "status": "interval",
         "low_s": interval.low_s,
@@ -116,12 +116,12 @@ def interval_data(interval: StepInterval) -> Row:
 
 
 def impossible_data(state: Controls, message: str) -> Row:
-    """Return the answer to a state that has no plan."""
+    """Return the response for a state without a plan; ``message``: what is wrong and what to change."""
     return {"status": "impossible", "message": message, "query": to_query(state)}
 
 
 def pinned_data(answer: StateResult, pinned: StateResult) -> Row:
-    """Return the pinned state beside the shown one."""
+    """Return the figures of the pinned state, and its difference from the shown state (``answer``) in words."""
     return {
         "query": to_query(pinned.state),
         "words": summarise(pinned.plan),
@@ -131,7 +131,7 @@ def pinned_data(answer: StateResult, pinned: StateResult) -> Row:
 
 
 def answer_document(answer: StateResult, *, deflate: bool = True) -> Row:
-    """Return the page document of an answer: what the playground draws, and what its report contains."""
+    """Return the document that the page draws and that the saved report contains; ``deflate``: compress its arrays."""
     scenario = describe_scenario(scenario_of(answer.state))
     seen, plan = answer.seen, answer.plan
     remarks = (
@@ -152,7 +152,7 @@ def answer_document(answer: StateResult, *, deflate: bool = True) -> Row:
 
 
 def explain_excess(answer: StateResult) -> str:
-    """Return which rank needs too much memory, its largest part, and what would reduce it."""
+    """Return a message for a plan that does not fit: the fullest rank, its largest part of memory, and remedies."""
     ranked, state = answer.ranked, answer.state
     rank = ranked.fullest_rank
     changes = []
@@ -164,12 +164,12 @@ def explain_excess(answer: StateResult) -> str:
     if state.num_stages < len(answer.graph.layers):
         changes.append("more stages, so that each holds fewer layers")
         if state.recompute == "none":
-            changes.append("blocks that are recomputed")
+            changes.append("recompute (activation checkpointing)")
     if ranked.memory_owner == "optimizer states" and state.optimizer != "sgd":
         changes.append("an optimizer with less state")
     shares = answer.plan.workload.kind == "training" and any(len(stage.ranks) > 1 for stage in answer.plan.stages)
     if not state.zero and shares:
-        changes.append("a stage of ZeRO, with which replicas shard states")
+        changes.append("ZeRO 1 to 3, with which replicas shard states")
     if state.cuts:
         changes.append("balanced cuts")
     changes.append("devices with more memory")
@@ -187,7 +187,7 @@ CLOSING_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Status, type and body of an answer; with ``file_name``, the browser saves it."""
+    """An HTTP response: body, content type and status; with ``file_name``, the browser saves it as a file."""
 
     body: bytes
     content_type: str = "application/json"
@@ -196,7 +196,7 @@ class Reply:
 
 
 class Service:
-    """The playground's answers by path; safe to call from several threads."""
+    """The playground's responses by path; thread-safe. ``start``: the state that the page shows first."""
 
     def __init__(self, bench: Workbench, start: Controls) -> None:
         self._bench = bench
@@ -219,14 +219,14 @@ class Service:
         }
 
     def get(self, path: str, query: str) -> Reply:
-        """Answer a GET. Raises RefusedError for an unknown path."""
+        """Return the response to a GET. Raises RefusedError for an unknown path."""
         asset = read_asset(path)
         if asset is not None:
             return Reply(content_type=asset[0], body=asset[1])
         if path == "/options":
             return _json(self._options())
         if path not in self._files:
-            raise RefusedError(404, "This path does not exist.")
+            raise RefusedError(404, "This path does not exist on this server.")
         try:
             state = from_query(query)
             with self._turns.lock:
@@ -236,15 +236,15 @@ class Service:
             return Reply(status=400, content_type="text/plain; charset=utf-8", body=f"{error}\n".encode())
 
     def post(self, path: str, body: bytes) -> Reply:
-        """Answer a POST. Raises RefusedError for an unknown path and a body that is not a JSON object."""
+        """Return the response to a POST. Raises RefusedError for an unknown path, or if the body is not an object."""
         if path not in self._posts:
-            raise RefusedError(404, "This path does not exist.")
+            raise RefusedError(404, "This path does not exist on this server.")
         try:
             data = json.loads(body)
         except (ValueError, RecursionError):
-            raise RefusedError(400, "The request is not valid JSON.") from None
+            raise RefusedError(400, "The body of the request is not valid JSON.") from None
         if not isinstance(data, dict):
-            raise RefusedError(400, "The request is not a JSON object.")
+            raise RefusedError(400, "The body of the request is not a JSON object.")
         try:
             return _json(self._posts[path](data))
         except StaleError:
@@ -253,7 +253,7 @@ class Service:
             return _json({"status": "impossible", "message": str(error)})
 
     def warm_up(self) -> None:
-        """Answer the first state once, so that compiled code is loaded before the first request."""
+        """Compute the first state once, so that compiled code is loaded before the first request."""
         with self._turns.lock:
             try:
                 self._bench.answer(self._start)
@@ -261,7 +261,10 @@ class Service:
                 return
 
     def close(self) -> None:
-        """Stop running computations and start no more: a process must not end while compiled code runs."""
+        """Stop running computations, and start no others: a process must not end while compiled code runs.
+
+        Waits some seconds for running computations.
+        """
         self._searches.close()
         self._weighing.acquire(timeout=CLOSING_S)
         self._turns.close(CLOSING_S)
@@ -348,14 +351,14 @@ def _json(data: Mapping[str, Any]) -> Reply:
 def _text(data: Row, key: str) -> str:
     value = data.get(key)
     if not isinstance(value, str) or len(value) > 10_000:
-        raise RefusedError(400, f"A request without a string {key!r} was sent; reload the page.")
+        raise RefusedError(400, f"The request has no valid text {key!r}; reload the page.")
     return value
 
 
 def _number(data: Row, key: str) -> int:
     value = data.get(key)
     if type(value) is not int or not 0 <= value < 2**53:
-        raise RefusedError(400, f"A request without a whole number {key!r} was sent; reload the page.")
+        raise RefusedError(400, f"The request has no valid whole number {key!r}; reload the page.")
     return value
 
 
@@ -366,7 +369,7 @@ SCRIPTS = ("controls.js", "cuts.js", "figures.js", "search.js", "playground.js")
 
 @cache
 def read_asset(path: str) -> tuple[str, bytes] | None:
-    """Return type and content of a file of the page; None for any other path."""
+    """Return (content type, content) of a file of the page (HTML, scripts, styles); None for any other path."""
     match path:
         case "/":
             return _HTML, _read("playground.html").encode()
@@ -391,11 +394,11 @@ _MAX_PAGES = 256
 
 
 class StaleError(Exception):
-    """The page has sent a newer request."""
+    """A request is outdated: its page has sent a newer one."""
 
 
 class Turns:
-    """Grants turns in the order of `threading.Lock`; raises StaleError for outdated requests."""
+    """Lets one request compute at a time, and drops outdated requests (StaleError)."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -403,12 +406,16 @@ class Turns:
         self._counting = threading.Lock()
 
     def close(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` seconds for the current request; later requests are refused."""
+        """Wait up to ``timeout_s`` seconds for the current request; later requests never start."""
         self.lock.acquire(timeout=timeout_s)
 
     @contextmanager
     def turn(self, page: str, number: int) -> Iterator[None]:
-        """Wait for the turn of a page's request; raises StaleError if a newer one is known by then."""
+        """Wait until no other request computes, then enter the context.
+
+        ``page``: identifies the page. ``number``: the number of its request. Raises StaleError if the page has sent a
+        request with a higher number by then.
+        """
         with self._counting:
             self._newest[page] = max(number, self._newest.get(page, number))
             self._newest.move_to_end(page)

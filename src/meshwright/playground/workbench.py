@@ -1,20 +1,20 @@
-"""From a state to its answer: graph, plan, simulation. Reusable results are cached here.
+"""`Workbench`: make, estimate and simulate the plan of a state.
 
-    model          its graph, or one per microbatch size where the graph is not symbolic in the batch
-    cost model     per cluster, scenario and precision; it keeps op costs, transfers and stage memory itself
+No search happens here. Results are cached:
+
+    model          its graph, or one per microbatch size if the graph is not symbolic in the batch
+    cost model     per cluster, scenario and precision; it caches op costs, transfers and stage memory itself
     balanced cuts  per graph, microbatch size, device kind, precision, sharding, recompute and number of stages
-    answer         the last few states, for the pinned one and for exports
-    plans          opened plans, for their parts that no control can express
+    answer         the results of the last few states, for the pinned state and for saved files
+    plans          opened plans, for their properties without a control
 
-No search happens here; an answer is one program, built, estimated and simulated.
-
-Balanced cuts: the slowest stage is as fast as can be, the rest as even as can be.
+Balanced cuts (`balanced_cuts`) make the slowest stage as fast as possible, and the other stages as even as possible:
 
     θ* = min over slicings of max_s t_s        t_s = seconds of forward and backward of the layers of stage s
     then, among slicings with t_s <= θ* for all s, the least Σ t_s²
 
-Two dynamic programs over (stages, layers), O(stages x layers²). Memory, transfers and replicas do not count here; the
-search of the planner weighs them.
+They are found by two dynamic programs over (stages, layers), in O(stages x layers²). Memory, transfers and replicas are
+not considered here, but in the planner's search.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ _MAX_PLANS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedModel:
-    """A model of the list.
+    """A model that the page offers.
 
-    ``open`` reads or captures it, once, and returns its graph by microbatch size; ``sizes`` and ``rewritten`` are what
-    plans note next to its name.
+    ``open``: reads or captures the model; returns a function from a microbatch size to its graph. ``sizes``: the
+    (name, value) sizes of the model that plans store. ``rewritten``: the kind of device for which the graph was
+    rewritten, or "".
     """
 
     open: Callable[[], Callable[[int], Graph]] = field(repr=False)
@@ -68,11 +69,12 @@ class OfferedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateResult:
-    """The result of a state: the plan, made for ``base`` and simulated on ``cluster``.
+    """The plan of a state and its simulation.
 
-    ``given`` is the opened plan that the state names, ``seen`` what was simulated: the plan as its teams of devices
-    see it. ``layer_s`` are the seconds of each layer per microbatch on the base's first kind of device, from which
-    balanced cuts follow; ``balanced`` are those cuts.
+    ``base``: the cluster for which the plan was made; ``cluster``: the same cluster under the scenario, on which it was
+    simulated. ``given``: the opened plan that the state names, or None. ``seen``: plan, graph and cluster as they were
+    simulated, with one rank per team of devices. ``layer_s``: seconds of each layer per microbatch on the first kind of
+    device of ``base``. ``balanced``: the balanced cuts, found from ``layer_s``.
     """
 
     state: Controls
@@ -94,14 +96,17 @@ def _machines(state: Controls) -> Hashable:
 
 
 class MeasuredTable(NamedTuple):
-    """Measurements of one kind of device, used to estimate states with that kind."""
+    """A file of measurements, and the kind of device on which states are estimated with it."""
 
     kind: str
     path: Path
 
 
 class Workbench:
-    """Answers states. Not safe for concurrent threads."""
+    """Makes and simulates the plans of states, with cached results. Not thread-safe.
+
+    ``models``: the offered models by name. ``clusters``: clusters from files, by name. ``table``: measurements.
+    """
 
     def __init__(
         self,
@@ -118,7 +123,10 @@ class Workbench:
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {name: OrderedDict() for name in _MAX_KEPT}
 
     def open_plan(self, plan: Plan, state: Controls, graph: Graph | None = None) -> Controls:
-        """Return the state that shows a plan on the cluster and in the scenario of ``state``, and keep the plan."""
+        """Keep a plan, and return the state that shows it on the cluster and under the scenario of ``state``.
+
+        ``graph``: the plan's graph, with which the plan's recompute gets the name that the control shows.
+        """
         key = plan_key(plan)
         self._plans[key] = plan
         self._opened_on[key] = _machines(state)
@@ -128,32 +136,35 @@ class Workbench:
         return replace(state_of_plan(plan, state, graph), given=key)
 
     def given_of(self, state: Controls) -> Plan | None:
-        """Return the opened plan that a state names.
+        """Return the opened plan that a state names; None if there is no such plan.
 
-        Raises PlaygroundError if the state needs a plan that was not opened here.
+        Raises PlaygroundError if the state takes values from a plan that was not opened here or is of another model.
         """
         found = self._plans.get(state.given)
         if found is None and state.needs_plan:
             raise PlaygroundError(
-                "The link shows parts of a plan that was not opened on this page. Start the page with that plan: "
-                "meshwright show --play PLAN.json; or choose other values for what is as planned."
+                "The link takes some values from a plan that was not opened on this page. Start the page with that "
+                "plan (meshwright show --play PLAN.json), or choose other values where a control shows 'as in the "
+                "plan'."
             )
         if found is not None and state.needs_plan and found.model != state.model:
             raise PlaygroundError(
-                f"Some parts are as in the plan of {found.model[:80]!r}, and mean nothing for {state.model[:80]!r}. "
-                "Choose other values for what is as in the plan, or that model."
+                f"Some values are as in the opened plan, which is of {found.model[:80]!r}; they mean nothing for "
+                f"{state.model[:80]!r}. Choose other values where a control shows 'as in the plan', or choose "
+                f"{found.model[:80]!r}."
             )
         return found
 
     def answer(self, state: Controls) -> StateResult:
-        """Build, estimate and simulate the plan of a state.
+        """Make, estimate and simulate the plan of a state; the results of the last states are cached.
 
-        Raises MeshwrightError with a remedy for a state without a plan; needing too much memory is not an error.
+        Raises MeshwrightError, with a remedy, for a state that no plan has. A plan that needs too much memory is not an
+        error.
         """
         return self._keep("answer", state, lambda: self._answer(state))
 
     def prepare(self, state: Controls) -> tuple[Graph, Cluster, Cluster, CostModel]:
-        """Graph, base, cluster of the scenario and its cost model."""
+        """Return (graph, cluster, cluster under the scenario, cost model under the scenario) of a state."""
         model = self._model(state)
         base = base_cluster(state, self.clusters)
         cost = self._cost(state, base)
@@ -161,11 +172,11 @@ class Workbench:
         return graph, base, cost.cluster, cost
 
     def graphs_of(self, state: Controls) -> Callable[[int], Graph]:
-        """Return the graph of a state's model by microbatch size."""
+        """Return a function from a microbatch size to the graph of the state's model."""
         return self._keep("model", state.model, self._model(state).open)
 
     def sizes_of(self, state: Controls) -> tuple[tuple[str, int], ...]:
-        """Return the sizes that plans for a state's model note."""
+        """Return the (name, value) sizes of the state's model that plans store."""
         return self._model(state).sizes
 
     def _model(self, state: Controls) -> OfferedModel:
@@ -261,7 +272,10 @@ _TOLERANCE = 1e-9
 
 
 def balanced_cuts(seconds: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:
-    """Return the first layers of all stages but the first; needs 1 <= num_stages <= layers."""
+    """Return the balanced cuts: the first layer of each stage but the first.
+
+    ``seconds``: seconds of each layer. Requires 1 <= num_stages <= number of layers.
+    """
     edges = np.concatenate([[0.0], np.cumsum(seconds)])
     # weight[i, j] = seconds of layers i:j; infinite where i >= j, for every stage has a layer.
     weight = np.where(np.tri(len(edges), dtype=bool).T, edges[None, :] - edges[:, None], np.inf)
