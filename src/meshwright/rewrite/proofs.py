@@ -161,8 +161,8 @@ def _difference(machine: Symbols, left: Indexed, right: Indexed) -> str | None:
         except RefineError as refine:
             index = _refined(machine, index, refine)
             continue
-        return None if found is None else f"where {sorted(map(str, found[0]))}, they differ by {found[1]}"
-    return "an index is divided too often"
+        return None if found is None else f"where {sorted(map(str, found[0]))} ≥ 0, they differ by {found[1]}"
+    return f"an index would have to be divided more than {_MOST_REFINEMENTS} times"
 
 
 def number_at(rule: Rule, instance: Instance, output: int) -> tuple[list[str], list[str]]:
@@ -188,7 +188,7 @@ def _value_at(machine: Symbols, tensor: Indexed, index: list[Polynomial]) -> Val
             return value
         except RefineError as refine:
             index[:] = _refined(machine, index, refine)
-    raise NotExpressibleError("an index is divided too often")
+    raise NotExpressibleError(f"an index would have to be divided more than {_MOST_REFINEMENTS} times")
 
 
 def _refined(machine: Symbols, index: list[Polynomial], refine: RefineError) -> list[Polynomial]:
