@@ -51,8 +51,8 @@ _Call = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
 class Dispatched(TorchDispatchMode):
     """Counts the operators that torch dispatches in a call, by module path ("" is the model itself).
 
-    Each new call starts from zero, so that after several calls only the last one counts: a first call may create
-    tables that later calls reuse.
+    Each `counting` or `run` starts from zero, so that after several of them only the last one counts: a first call of a
+    model may create tables that later calls reuse.
     """
 
     def __init__(self) -> None:

@@ -91,7 +91,8 @@ class BatchLayout:
 def split_batch(inputs: Any, targets: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """Return (args, kwargs, targets) for inputs and targets as a user passes them.
 
-    A dict of inputs becomes kwargs, a tuple or list becomes args, anything else becomes a single argument.
+    Inputs in a dict become kwargs, those in a tuple or list become args, anything else becomes a single argument.
+    Targets become a tuple.
     """
     if isinstance(inputs, Mapping):
         args, kwargs = (), dict(inputs)

@@ -131,7 +131,10 @@ def pinned_data(answer: StateResult, pinned: StateResult) -> Row:
 
 
 def answer_document(answer: StateResult, *, deflate: bool = True) -> Row:
-    """Return the document that the page draws and that the saved report contains; ``deflate``: compress its arrays."""
+    """Return the document that the page draws and that a saved report contains.
+
+    ``deflate``: compress it more, which is slower.
+    """
     scenario = describe_scenario(scenario_of(answer.state))
     seen, plan = answer.seen, answer.plan
     remarks = (

@@ -1,1 +1,1 @@
-"""Find equivalent, cheaper graphs: rules, proofs, search, and fx graphs in and out."""
+"""Rewrite graphs into equivalent, cheaper ones: rules, proofs, search, and conversion from and to fx graphs."""

@@ -209,7 +209,7 @@ def run(
     made: dict[Expression, Indexed] | None = None,
     keep: Callable[[Indexed], Indexed] = lambda result: result,
 ) -> Indexed:
-    """Evaluate an expression on ``machine``, for given tensors by name and values of letters.
+    """Evaluate an expression with the arithmetic ``machine`` (such as `Arrays`), tensors by name, and letters' values.
 
     ``made`` caches the results of calls by expression. ``keep`` is applied to each call's result before it is cached.
     Raises IllTypedError if an operator does not accept its operands; a symbolic machine may raise SizesDifferError,

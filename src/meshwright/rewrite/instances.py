@@ -41,10 +41,11 @@ _TEXTS = {"dtype"}
 class Instance:
     """One choice of ranks, dims and orders of dims, with symbolic sizes at which the left side is well typed.
 
-    ``shapes``: by tensor, sizes as polynomials in letters. ``letters``: the values of the rule's letters. ``free``:
-    letters that may still be replaced. ``equations``: equations that are assumed because no replacement of a letter
-    solves them. ``ones``: for each size that may be broadcast, in order of occurrence, whether it is 1. ``unsettled``:
-    the reason if the instance cannot be decided, else "".
+    ``machine``: the symbolic arithmetic, with the bounds of letters. ``shapes``: by tensor, sizes as polynomials in
+    letters. ``letters``: the values of the rule's letters. ``free``: letters that may still be replaced. ``equations``:
+    equations that are assumed because no replacement of a letter solves them. ``ones``: for each size that may be
+    broadcast, in order of occurrence, whether it is 1. ``unsettled``: the reason if the instance cannot be decided,
+    else "".
     """
 
     machine: Symbols

@@ -1,1 +1,1 @@
-"""Search for a cheaper graph among all that rules lead to."""
+"""Search for the cheapest graph among all that rules derive from a given one."""

@@ -159,7 +159,7 @@ class ClassOptions:
         return list(found.values())
 
     def by_trees(self) -> dict[int, TermNode]:
-        """Return for each class the first node of its cheapest tree: an acyclic choice, not always the cheapest."""
+        """Return for each class the root node of its cheapest tree: an acyclic choice, not always the cheapest."""
         _, best = self._trees({}, {})
         return {cls: self.of[cls][place].node for cls, place in best.items()}
 
@@ -326,7 +326,7 @@ def _cheapest_of_equals(options: list[Option]) -> list[Option]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A node for each needed class. ``seconds``: the sum over the nodes; ``proved``: no choice is cheaper."""
+    """The chosen node of each needed class; ``seconds``: the sum of their costs; ``proved``: no choice is cheaper."""
 
     nodes: Mapping[int, TermNode]
     seconds: float
@@ -342,11 +342,11 @@ def extract(
     leaves: Set[int] = frozenset(),
     limit_s: float = 10.0,
 ) -> Choice:
-    """Return the cheapest choice for ``roots``. ``start`` is a known choice; the result never costs more.
+    """Return the cheapest choice from which ``roots`` can be computed; it never costs more than ``start``, a known one.
 
-    ``seconds`` of a class and one of its nodes; infinity for a node that must not be chosen. ``leaves`` are classes
-    that cost nothing, however they are computed (constants, computed once). Raises MeshwrightError if HiGHS is not
-    installed.
+    ``seconds(class, node)``: a node's cost; infinity for a node that must not be chosen. ``leaves``: classes that cost
+    nothing (constants, computed once). ``limit_s``: seconds for the integer programs. Raises MeshwrightError if HiGHS
+    is not installed.
     """
     wanted = list(dict.fromkeys(graph.find(root) for root in roots if graph.find(root) not in leaves))
     options = ClassOptions(graph, wanted, seconds, leaves)
@@ -567,7 +567,7 @@ class _Columns:
 
 
 def smallest(graph: EGraph, wanted: Iterable[int]) -> dict[int, TermNode]:
-    """Return, for classes and everything that they need, the node whose tree has the fewest operators."""
+    """Return a node for each wanted class and each class below it: the one whose tree has the fewest operators."""
     size: dict[int, float] = {}
     chosen: dict[int, TermNode] = {}
     needed = _below(graph, wanted)
