@@ -69,7 +69,7 @@ def check_post(headers: Message, port: int) -> int:
     if headers.get("Transfer-Encoding") is not None or not (length.isascii() and length.isdigit()):
         raise RefusedError(411, "A request must state its length (Content-Length).")
     if len(length) > 9 or int(length) > MAX_BODY_BYTES:
-        raise RefusedError(413, f"The request has {length} bytes; expected at most {MAX_BODY_BYTES}.")
+        raise RefusedError(413, f"The request has more than {MAX_BODY_BYTES} bytes, the most that is accepted.")
     return int(length)
 
 

@@ -289,8 +289,8 @@ def _costs_of(cost: CostModel | None, device: DeviceKind | None) -> tuple[CostMo
         kinds = cost.cluster.device_kinds
         if len(kinds) != 1:
             raise RewriteError(
-                f"The cluster {cost.cluster.name!r} has devices of the kinds {[kind.name for kind in kinds]}; pass the "
-                "kind on which the module will run as device."
+                f"The cluster {cost.cluster.name!r} has devices of the kinds {[kind.name for kind in kinds]}; pass one "
+                "of them as device=..., the kind on which the module will run."
             )
         (device,) = kinds
     return cost, device

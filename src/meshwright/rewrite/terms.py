@@ -160,7 +160,7 @@ def _check_kinds(declared: Operator, operands: tuple[TensorType, ...]) -> None:
         wanted = kind_of("float32" if declared.takes == "number" else "bool")
         fits = all(kind == wanted for kind in kinds) and len({type_.dtype for type_ in operands}) < 2
     if not fits:
-        raise IllTypedError(f"{declared.name} of {', '.join(type_.dtype for type_ in operands)}")
+        raise IllTypedError(f"{declared.name} cannot take the dtypes {', '.join(type_.dtype for type_ in operands)}")
 
 
 def _unread(*_: Any) -> Any:

@@ -120,7 +120,9 @@ def _document(entry: BookRule) -> dict[str, Any]:
 def _entry(entry: dict[str, Any], place: str) -> BookRule:
     sides: list[Sequence[str]] = [entry["left"], entry["right"]]
     if not all(isinstance(side, str) for part in sides for side in part):
-        raise RewriteError(f"{place} has a rule {entry.get('name')!r} whose sides are not strings.")
+        raise RewriteError(
+            f"{place} has a rule {entry.get('name')!r} whose left or right is not a list of strings. Generate it again."
+        )
     rule = rule_of(
         str(entry["name"]),
         *sides,
