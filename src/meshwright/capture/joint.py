@@ -1,7 +1,7 @@
 """`differentiate(captured)`: forward and backward pass as one graph of elementary operators, for cost analysis.
 
 The captured ops run once on fake tensors, with a symbolic batch size, under `make_fx`; then `torch.autograd.grad` of
-the loss runs. Ops recorded during the latter are the backward phase. Each backward op belongs to the module and layer
+the loss runs. Ops recorded by `grad` are the backward phase. Each backward op belongs to the module and layer
 of the forward op whose gradient it computes; to know it, autograd's nodes are labelled as the forward pass makes them.
 The fake tensors are on the CPU and not on device "meta", where some losses lose their backward pass (torch 2.13).
 """

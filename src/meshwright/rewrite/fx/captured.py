@@ -1,4 +1,4 @@
-"""Read a captured model as terms, for batches of one size (`read_captured`); `Rewritten`: the module of such a graph.
+"""Read a captured model as terms, for batches of one size (`read_captured`); `Rewritten`: a rewritten graph's module.
 
 `settle_branches` replaces each ``torch.cond`` whose predicate is constant by the branch that is taken.
 """

@@ -567,7 +567,7 @@ class _Columns:
 
 
 def smallest(graph: EGraph, wanted: Iterable[int]) -> dict[int, TermNode]:
-    """Return a node for each wanted class and each class below it: the one whose tree has the fewest operators."""
+    """Return, for each wanted class and each class below it, the node whose tree has the fewest operators."""
     size: dict[int, float] = {}
     chosen: dict[int, TermNode] = {}
     needed = _below(graph, wanted)
