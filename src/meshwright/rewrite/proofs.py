@@ -161,7 +161,10 @@ def _difference(machine: Symbols, left: Indexed, right: Indexed) -> str | None:
         except RefineError as refine:
             index = _refined(machine, index, refine)
             continue
-        return None if found is None else f"where {sorted(map(str, found[0]))} ≥ 0, they differ by {found[1]}"
+        if found is None:
+            return None
+        where = f"where {sorted(map(str, found[0]))} ≥ 0, " if found[0] else ""
+        return f"{where}they differ by {found[1]}"
     return f"an index would have to be divided more than {_MOST_REFINEMENTS} times"
 
 

@@ -150,7 +150,9 @@ def parse_rules(document: dict[str, Any], place: str) -> list[Rule]:
     rules = []
     for number, entry in enumerate(entries, 1):
         where = f"Rule {number} of {place}"
-        if not isinstance(entry, dict) or set(entry) - _KEYS or not {"left", "right"} <= set(entry):
+        if not isinstance(entry, dict):
+            raise RewriteError(f"{where} is {entry!r}; expected a table with left and right.")
+        if set(entry) - _KEYS or not {"left", "right"} <= set(entry):
             raise RewriteError(
                 f"{where} has the keys {sorted(entry)}; expected left and right, and no other keys than "
                 f"{sorted(_KEYS)}."
