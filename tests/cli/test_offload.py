@@ -160,7 +160,7 @@ def test_room_for_states_is_looked_for_before_ranks_start(run, described, monkey
     (tmp_path / "file").write_text("")
     code, _, error = start(folder=tmp_path / "file" / "states")
     assert code != 0
-    assert "optimizer states cannot be kept there (Not a directory)" in error
+    assert "this folder cannot hold optimizer states (Not a directory)" in error
     monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="ext4", free_bytes=10**5))
     code, _, error = start(folder=tmp_path / "states")
     assert code != 0
@@ -172,4 +172,4 @@ def test_room_for_states_is_looked_for_before_ranks_start(run, described, monkey
     monkeypatch.setattr(room, "find_drive", lambda *_: Drive(kind="tmpfs", free_bytes=2**40))
     code, _, error = start(folder=tmp_path / "states")
     assert code != 0
-    assert "which is in memory (tmpfs), not on a drive; it has 1 MiB available" in error
+    assert "which is in memory (tmpfs), not on a drive; 1 MiB are available there" in error

@@ -65,8 +65,8 @@ def test_a_busy_rendezvous_port_is_a_problem_and_a_free_one_is_not(tmp_path, lis
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"MASTER_ADDR": "127.0.0.1"}, "one without the other"),
-        ({"MASTER_PORT": "29500"}, "one without the other"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "only one of the two is set"),
+        ({"MASTER_PORT": "29500"}, "only one of the two is set"),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65536"}, "the port is not valid"),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, "the port is not valid"),
         ({"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"}, "does not resolve"),

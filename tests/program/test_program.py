@@ -306,7 +306,7 @@ def test_joins_that_cannot_be():
 def test_joins_are_not_run():
     program = joined(1, circle=False)
     with pytest.raises(
-        ProgramError, match=r"continues when 1 of its waits have happened\. Such joins can be simulated"
+        ProgramError, match=r"continues when 1 of its waits have happened\. Joins can only be simulated"
     ):
         arrange_rank(program, program.body, 1)
 

@@ -112,8 +112,8 @@ def test_the_device_is_that_of_the_plans_cluster(monkeypatch):
     assert choose_device(make_plan("")) == "cpu"
     assert choose_device(make_plan("2x8xH100"), "cpu") == "cpu"
     for cluster, device, words in (
-        ("2x8xH100", None, r"is for H100, and torch sees no CUDA device here.*--device cpu"),
-        ("2xcpu", "cuda", "is for CUDA devices, and torch sees no CUDA device"),
+        ("2x8xH100", None, r"is for H100, but torch sees no CUDA device here.*--device cpu"),
+        ("2xcpu", "cuda", "is for CUDA devices, but torch sees no CUDA device"),
         ("2xcpu", "mps", "Device 'mps' was given; expected cpu or cuda"),
     ):
         with pytest.raises(PlanError, match=words):
@@ -135,5 +135,5 @@ def test_each_rank_of_a_host_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(RunError, match="2 ranks were started on this host, which has 1 GPUs"):
+    with pytest.raises(RunError, match="2 ranks were started on this host, but torch sees 1 GPUs"):
         join_group("cuda")

@@ -28,8 +28,8 @@ def test_a_norm_makes_ranks_agree_on_it():
 @pytest.mark.parametrize(
     ("options", "norm", "words"),
     [
-        ({}, 0.0, "A norm of 0.0 to clip gradients was given; expected more than 0"),
-        ({}, float("nan"), "A norm of nan to clip"),
+        ({}, 0.0, r"The norm for gradient clipping \(--clip-norm\) is 0.0; expected more than 0"),
+        ({}, float("nan"), r"The norm for gradient clipping \(--clip-norm\) is nan"),
         ({"exchange": GradientExchange(clip_norm=True)}, None, "but no norm was given"),
         ({"schedule": "pipedream"}, 1.0, "asynchronous schedule"),
     ],

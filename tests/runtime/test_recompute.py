@@ -141,7 +141,7 @@ def test_what_would_be_written_twice_is_refused():
     graph = replace(captured.graph, recompute=((op, op + 2),))
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     module = part(captured, graph.inputs, stage.outputs, batch_size=4, ops=stage.ops)
-    with pytest.raises(PlanError, match="running them again would read the new value"):
+    with pytest.raises(PlanError, match="so recomputing would read the new value"):
         checkpoint_ranges(module, graph, stage.ops)
 
 

@@ -196,13 +196,21 @@ IMAGES = torch.randn(4, 3, 8, 8), torch.randn(4, 2)
     ("make", "options", "words"),
     [
         (MLP, {"tensor": 2, "sequence_parallel": True, "regather": True}, "which can only be simulated"),
-        (Forgetful, {"tensor": 2, "batch": SEQUENCES}, "draws random numbers in another way than dropout"),
+        (Forgetful, {"tensor": 2, "batch": SEQUENCES}, "draws random numbers, and only dropout can do that on shards"),
         (lambda: MLP(at_most), {"tensor": 2}, "some of its tensors are left out"),
-        (Normed, {"tensor": 2, "batch": IMAGES}, "'norm.running_mean' as it runs; a shard would give"),
-        (Running, {"tensor": 2}, "'run' as it runs; a shard would give"),
-        (GPT24, {"tensor": 2, "batch": TEXT, "loss": weighed}, "weighs classes"),
-        (GPT24, {"context": 2, "batch": TEXT, "loss": masked_mean}, "needs a sum of which processes have only parts"),
-        (Scaled, {"context": 2, "batch": TEXT, "loss": scaled}, "needs a sum of which processes have only parts"),
+        (Normed, {"tensor": 2, "batch": IMAGES}, "'norm.running_mean' in its forward; a shard would give"),
+        (Running, {"tensor": 2}, "'run' in its forward; a shard would give"),
+        (GPT24, {"tensor": 2, "batch": TEXT, "loss": weighed}, "has weights of classes"),
+        (
+            GPT24,
+            {"context": 2, "batch": TEXT, "loss": masked_mean},
+            "needs a complete sum, of which each process has only a partial sum",
+        ),
+        (
+            Scaled,
+            {"context": 2, "batch": TEXT, "loss": scaled},
+            "needs a complete sum, of which each process has only a partial sum",
+        ),
     ],
 )
 def test_what_cannot_be_computed_in_shares_is_refused(make, options, words):
@@ -232,5 +240,5 @@ def test_an_optimizer_with_state_of_what_is_split_is_refused():
     optimizer = torch.optim.SGD([whole], lr=0.1, momentum=0.9)
     whole.grad = torch.ones(2)
     optimizer.step()
-    with pytest.raises(PlanError, match="state for parameters that the plan replaces"):
+    with pytest.raises(PlanError, match=r"already has state .*, but the plan replaces its parameters"):
         own_optimizer(optimizer, [share], {id(whole): share})

@@ -1,4 +1,7 @@
-"""This machine: versions, devices, memory, links, reachability; and a Cluster made from them. Loads no torch."""
+"""Facts about this machine (versions, devices, memory, links, reachability), and a Cluster made from them.
+
+This package does not import torch; facts from torch come from child processes (`torch_probe`).
+"""
 
 from meshwright.host.describe_host import Described, Machine, cluster_toml, describe_machine
 from meshwright.host.findings import Finding

@@ -1,11 +1,12 @@
-"""A `Cluster` of one node made from this machine, with a remark on the origin of each figure; and its text as TOML.
+"""Describe this machine as a `Cluster` of one node, and write that cluster as TOML with the origin of each figure.
 
 found       read from this machine: devices, memory, cores, NVLinks, PCIe, network cards
 measured    timed on this machine (`Rates`)
 datasheet   the shipped description of the device kind, with its ``source``
 
-GPUs are those of torch if it sees any, else those of nvidia-smi. Pairs of GPUs are described by their slowest pair,
-because a node has one device link. Without a GPU every core is a device of kind ``cpu``, as in the shipped file.
+The GPUs are those that torch sees; if torch sees no GPU, those of nvidia-smi. A node has one device link, so the
+slowest pair of GPUs describes all pairs. Without a GPU every core is a device of kind ``cpu``, as in the shipped
+cluster ``cpu``.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from meshwright.spec import (
     load_cluster,
 )
 
-# Remarks by place: "device_kinds.0.memory_bytes" → "found: ...".
+# Remarks by the path of the key in the cluster file: "device_kinds.0.memory_bytes" → "found: ...".
 Remarks = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """All facts found about this machine."""
+    """Facts about this machine: host name, processor, memory, GPUs and their links, network cards."""
 
     name: str
     processor: Processor
@@ -53,16 +54,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """The cluster, and the origin of each of its figures."""
+    """A cluster, and ``remarks``: the origin of each figure by the path of its key, such as ``nodes.0.pcie``."""
 
     cluster: Cluster
     remarks: Remarks
 
 
 def describe_machine(machine: Machine, rates: dict[str, Rates]) -> Described:
-    """Describe this machine; ``rates`` maps ``cpu`` and names of GPUs to measurements.
+    """Return this machine as a cluster of one node; ``rates`` maps ``cpu`` or a GPU's name to its measured figures.
 
-    Raises ClusterError for a GPU that is neither known nor measured.
+    Raises ClusterError for a GPU that is neither in ``known_gpus.toml`` nor measured.
     """
     return _describe_gpus(machine, rates) if machine.gpus else _describe_cores(machine, rates.get("cpu"))
 
@@ -92,7 +93,7 @@ def _describe_cores(machine: Machine, rates: Rates | None) -> Described:
         copied = Link(latency_s=node.pcie.latency_s, bandwidth_bytes_per_s=rates.memory_bandwidth_bytes_per_s / 2)
         node = replace(node, device_link=rates.link or node.device_link, pcie=copied)
     remarks["nodes.0.device_link"] = f"{basis}; processes of one host over gloo"
-    remarks["nodes.0.pcie"] = f"{basis}; a copy in host memory stands for it"
+    remarks["nodes.0.pcie"] = f"{basis}; the figure is that of a copy in host memory"
     nic, num_nics = _describe_nics(machine.nics, replace(node.nic, **_as_fields(node.device_link)), remarks)
     remarks["nodes.0.devices"] = f"found: {machine.processor.name}, one device per core that may be used"
     described = replace(
@@ -156,8 +157,8 @@ def _describe_gpu(gpu: Gpu, rates: Rates | None) -> tuple[DeviceKind, str]:
         return known.describe(gpu.memory_bytes), f"datasheet: {known.name or known.kind}"
     if rates is None:
         raise ClusterError(
-            f"GPU {gpu.name!r} is not among the known ones, and nothing was measured. Install torch so that it can be "
-            "measured (pip install 'meshwright[torch]'), or describe it in a .toml file by its datasheet."
+            f"Meshwright ships no figures for GPU {gpu.name!r}, and the GPU was not measured. Install torch, so that "
+            "it can be measured (pip install 'meshwright[torch]'), or describe it in a .toml file by its datasheet."
         )
     kind = DeviceKind(
         name=name_gpu(gpu.name),
@@ -184,20 +185,20 @@ def _describe_device_link(machine: Machine, known: KnownGpu | None, base: Node, 
         remarks[place] = f"datasheet: as in {base.name}; with one GPU it is not used"
         return base.device_link
     if not machine.topology.gpu_joints:
-        remarks[place] = "not found (no nvidia-smi topo): PCIe stands in"
+        remarks[place] = "not found (nvidia-smi topo printed no links): the figures of PCIe are used"
         return base.pcie
     num_links = machine.topology.fewest_nvlinks(tuple(f"GPU{gpu.index}" for gpu in machine.gpus))
     if num_links and known is not None and known.nvlink_bytes_per_s is not None:
         remarks[place] = f"found: at least {format_count(num_links, 'NVLink')} per pair; {known.source}"
         return replace(base.device_link, bandwidth_bytes_per_s=num_links * known.nvlink_bytes_per_s)
-    remarks[place] = "found: some pair of GPUs has no NVLink of known speed, so the slowest pair's PCIe counts"
+    remarks[place] = "found: some pair of GPUs has no NVLink of known speed, so the figures of PCIe are used"
     return base.pcie
 
 
 def _describe_nics(nics: tuple[Nic, ...], fallback: Link, remarks: Remarks) -> tuple[Link, int]:
     speeds = [nic.bytes_per_s for nic in nics if nic.bytes_per_s is not None]
     if not speeds:
-        remarks["nodes.0.nic"] = "not found: a stand-in; replace it before you plan for several nodes"
+        remarks["nodes.0.nic"] = "not found: a placeholder; replace it before you plan for several nodes"
         return fallback, 1
     names = ", ".join(nic.name for nic in nics)
     remarks["nodes.0.nic"] = f"found: {nics[0].kind} {names}; latency not measured: see source"
@@ -223,7 +224,7 @@ _SOURCE = "Written by `meshwright measure --cluster`; the comments say where eac
 
 
 def cluster_toml(described: Described, heading: str) -> str:
-    """Return the text of a cluster file, with a comment beside each figure; ``heading`` is a comment on top.
+    """Return a cluster as the text of a TOML file: ``heading`` as comments on top, and each figure's origin beside it.
 
     Raises ClusterError if the text does not read back as the same cluster.
     """

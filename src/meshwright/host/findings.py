@@ -1,4 +1,4 @@
-"""The result of one check: ok, a note or a problem, what was found, and what to do about it."""
+"""The result of one check of `meshwright doctor`: a status, what was found, and how to fix it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ HELP_PAGE = "docs/troubleshooting.md"
 class Finding:
     """One result of a check.
 
-    ``problem`` means that some function of Meshwright will fail here; ``note`` that something is slower or smaller
-    than it could be. ``topic`` is the heading of the help page on it, as an anchor.
+    ``area`` is one of `host_checks.AREAS`, ``name`` the thing that was checked, ``found`` the result as text, and
+    ``remedy`` what the user can do ("" for status ``ok``). Status ``problem``: some function of Meshwright will fail
+    on this machine. Status ``note``: something is slower or smaller than it could be. ``topic`` is the anchor of the
+    heading in docs/troubleshooting.md that explains the remedy.
     """
 
     area: str
@@ -28,13 +30,13 @@ class Finding:
 
     @property
     def help_address(self) -> str:
-        """The address of the help on the remedy; "" without one."""
+        """The page and heading that explain the remedy (``docs/troubleshooting.md#topic``); "" without a topic."""
         return f"{HELP_PAGE}#{self.topic}" if self.topic else ""
 
     def amended(self, status: Status, remedy: str, topic: str = "") -> Finding:
-        """Return the same finding with a worse status and a remedy."""
+        """Return a copy of the finding with another status, remedy and topic."""
         return replace(self, status=status, remedy=remedy, topic=topic)
 
     def as_row(self) -> dict[str, Any]:
-        """Return the finding as plain data."""
+        """Return the finding as a dict of its fields, for JSON."""
         return asdict(self)

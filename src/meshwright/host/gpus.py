@@ -1,8 +1,8 @@
 """The GPUs that the driver shows, their links and states, and the shipped descriptions of known GPUs.
 
 GPUs and links come from ``nvidia-smi``: a table of ``--query-gpu`` (CSV) and the matrix of ``topo -m``, whose cell for
-two devices is ``NV#`` (# NVLinks), ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` (PCIe, increasingly distant) or ``X``
-(itself); the legend that it prints explains the words.
+two devices is ``NV#`` (# is the number of NVLinks), ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` (PCIe, from near to
+far), or ``X`` on the diagonal. ``nvidia-smi topo -m`` prints a legend below the matrix.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from meshwright.spec.parsing import read_data
 # Names are those of the driver (``NVIDIA H100 80GB HBM3``).
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownGpu:
-    """A row of ``known_gpus.toml``: a GPU by name, its shipped device kind, and figures in which it differs.
+    """One entry of ``known_gpus.toml``: a pattern of GPU names, a shipped device kind, and figures that differ from it.
 
-    Empty and None mean: as in the shipped ``kind``. The table names its sources.
+    ``pattern`` is a regular expression for the driver's name. A figure that is empty or None is taken from the shipped
+    ``kind``. ``source`` names the datasheet.
     """
 
     pattern: str
@@ -38,7 +39,7 @@ class KnownGpu:
     peak_flops_per_s: dict[str, float] = field(default_factory=dict)
 
     def describe(self, memory_bytes: int) -> DeviceKind:
-        """Return the device kind with the memory that was found."""
+        """Return the GPU as a device kind; ``memory_bytes`` is the memory that the driver reports."""
         shipped = self.shipped().device_kinds[0]
         figures = self.memory_bandwidth_bytes_per_s, self.peak_flops_per_s
         return replace(
@@ -51,22 +52,25 @@ class KnownGpu:
         )
 
     def shipped(self) -> Cluster:
-        """Return the shipped description of the kind, with its node."""
+        """Return the shipped cluster of this device kind: the kind and one node with it."""
         return load_cluster(self.kind)
 
     def shipped_node(self) -> Node:
-        """Return the node of the shipped description."""
+        """Return the node of the shipped cluster, for the figures that this machine does not report."""
         return self.shipped().nodes[0]
 
 
 def know_gpu(name: str) -> KnownGpu | None:
-    """Return the row for a driver's name; None for an unknown GPU."""
+    """Return the entry of ``known_gpus.toml`` that matches the driver's name of a GPU; None if no entry matches."""
     plain = re.sub(r"^(NVIDIA|Tesla)\s+", "", name.strip())
     return next((row for row in known_gpus() if re.fullmatch(row.pattern, plain, re.IGNORECASE)), None)
 
 
 def name_gpu(name: str) -> str:
-    """Return the device kind of a GPU, known or not, for clusters and measurement tables, from the driver's name."""
+    """Return the name of a GPU's device kind, as clusters and measurement tables use it, from the driver's name.
+
+    For a GPU that is not in ``known_gpus.toml`` it is the driver's name with hyphens and without "NVIDIA".
+    """
     known = know_gpu(name)
     if known is None:
         return name.removeprefix("NVIDIA ").replace(" ", "-")
@@ -75,7 +79,7 @@ def name_gpu(name: str) -> str:
 
 @cache
 def known_gpus() -> tuple[KnownGpu, ...]:
-    """Return the whole table."""
+    """Return all entries of ``known_gpus.toml``. Raises DocumentError if the file is damaged."""
     with resources.as_file(resources.files("meshwright.host") / "known_gpus.toml") as path:
         data = read_data(path)
     if not isinstance(data, dict) or set(data) != {"gpus"}:
@@ -112,18 +116,24 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTopology:
-    """The links of devices: ``joints`` maps two names (in the order of the matrix) to ``NV4``, ``PIX`` and so on."""
+    """The links between GPUs and network cards, as ``nvidia-smi topo -m`` prints them.
+
+    ``joints`` maps a pair of ``names`` (in the order of the matrix) to its cell: ``NV4``, ``PIX`` and so on.
+    """
 
     names: tuple[str, ...] = ()
     joints: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def gpu_joints(self) -> dict[tuple[str, str], str]:
-        """The pairs of GPUs only."""
+        """The entries of ``joints`` whose two devices are GPUs."""
         return {pair: joint for pair, joint in self.joints.items() if all(name.startswith("GPU") for name in pair)}
 
     def fewest_nvlinks(self, names: tuple[str, ...] | None = None) -> int:
-        """Return the fewest NVLinks of any pair of GPUs; 0 if some pair has none, or if no pair exists."""
+        """Return the smallest number of NVLinks between two GPUs, of ``names`` only if given.
+
+        0 if some pair has no NVLink, or with fewer than two GPUs.
+        """
         chosen = [
             joint for pair, joint in self.gpu_joints.items() if names is None or all(name in names for name in pair)
         ]
@@ -163,7 +173,10 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def pcie_bytes_per_s(generation: int, width: int) -> float | None:
-    """Return bytes per second and direction of a PCIe link; None for a link that does not exist."""
+    """Return the bandwidth of a PCIe link in B/s per direction; ``width`` is its number of lanes.
+
+    None for a generation outside 1-7 or a width outside 1-32.
+    """
     if not (1 <= generation <= 7 and 1 <= width <= 32):
         return None
     return _PCIE_3_LANE_BYTES_PER_S * 2.0 ** (generation - 3) * width
@@ -191,7 +204,10 @@ def parse_topology(text: str) -> DeviceTopology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The state of a GPU: clocks in MHz, the share of the last second in which a kernel ran, memory in use."""
+    """The state of a GPU as the driver reports it: SM clocks in MHz, load, and memory in use.
+
+    ``busy_share`` is the fraction (0..1) of the last second in which a kernel ran.
+    """
 
     clock_mhz: int
     max_clock_mhz: int
@@ -204,18 +220,18 @@ class GpuState:
         return f"SM clock {self.clock_mhz} of {self.max_clock_mhz} MHz"
 
     def warnings(self) -> tuple[str, ...]:
-        """Warnings, before a measurement starts, that other programs use the GPU."""
+        """Return a warning if another program used the GPU just before a measurement; empty if the GPU was idle."""
         if self.busy_share <= _IDLE_SHARE:
             return ()
         return (
             f"The GPU was busy for {self.busy_share:.0%} of the second before the measurement, and "
-            f"{format_bytes(self.used_bytes)} of its memory were in use: another program runs there, and times are as "
-            "uncertain as their spread. End that program, or choose another GPU with --device, and measure again.",
+            f"{format_bytes(self.used_bytes)} of its memory were in use: another program runs there, so measured "
+            "times vary. End that program, or choose another GPU with --device, and measure again.",
         )
 
 
 def find_gpu_state(host: Host, uuid: str) -> GpuState | None:
-    """Return the driver's state of the GPU with a uuid; None if it does not report one."""
+    """Return the state of the GPU with this UUID; None if nvidia-smi does not report all of its figures."""
     for line in host.run(_STATE, _QUERY_TIMEOUT_S).output.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         figures = [int(cell) for cell in cells[1:] if cell.isdigit()]
@@ -226,7 +242,7 @@ def find_gpu_state(host: Host, uuid: str) -> GpuState | None:
 
 
 def check_gpus(host: Host) -> Iterator[Finding]:
-    """Report the GPUs by nvidia-smi, their driver, and the links between them."""
+    """Report the GPUs that nvidia-smi lists, their driver, and the links between them."""
     answer = host.run(_QUERY, _QUERY_TIMEOUT_S)
     gpus = parse_gpus(answer.output)
     if not gpus:
@@ -246,7 +262,7 @@ def check_gpus(host: Host) -> Iterator[Finding]:
 
 
 def describe_topology(topology: DeviceTopology) -> str:
-    """Return ``28 pairs NV18``, or the number of pairs of each kind."""
+    """Return the number of pairs of GPUs per type of link: ``28 pairs NV18``; ``not known`` without pairs."""
     joints = list(topology.gpu_joints.values())
     counts = {joint: joints.count(joint) for joint in sorted(set(joints))}
     return ", ".join(f"{format_count(count, 'pair')} {joint}" for joint, count in counts.items()) or "not known"

@@ -1,8 +1,8 @@
 """Sources of facts about a machine (`Host`): files, environment, programs, free space, name; and measured `Rates`.
 
-`Host()` is this machine. A folder that imitates ``/proc`` and ``/sys``, and a function that answers for programs,
-represent any other one. Facts that cannot be read are None or empty, never an error: on macOS, on Windows and in
-containers many of them are missing.
+`Host()` is this machine. Another machine can be imitated by a folder with its ``/proc`` and ``/sys`` and a function
+that returns the output of programs. Facts that cannot be read are None or empty, never an error: on macOS, on Windows
+and in containers many of them are missing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from meshwright.spec import Link
 # The timing needs torch and is in `meshwright.measurement`; its results are passed to `describe_host`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Measured figures of one device: dtype → FLOP/s of matrix products, bytes/s read and written by a copy.
+    """Measured figures of one device.
 
-    ``link`` is a send between two processes of this host (None: not measured); ``conditions`` says how and when.
+    ``peak_flops_per_s``: FLOP/s of matrix products by dtype. ``memory_bandwidth_bytes_per_s``: bytes that a copy reads
+    and writes per second. ``link``: a send between two processes of this host (None: not measured). ``conditions``:
+    text that says how and when the figures were measured.
     """
 
     peak_flops_per_s: dict[str, float]
@@ -45,7 +47,10 @@ _MAX_READ_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """How a program ended; ``code`` is None if it did not end in time, NOT_FOUND if it does not exist."""
+    """The result of a program: exit code, stdout (``output``) and stderr (``error``).
+
+    ``code`` is None if the program did not end in time, and NOT_FOUND if it could not be started.
+    """
 
     code: int | None
     output: str = ""
@@ -53,7 +58,7 @@ class Ran:
 
 
 def run_program(command: Sequence[str], timeout_s: float) -> Ran:
-    """Run a program to its end, or kill it after ``timeout_s``; its output until then is kept."""
+    """Run a program, and kill it if it runs longer than ``timeout_s`` seconds; output until then is kept."""
     try:
         done = subprocess.run(
             list(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
@@ -73,7 +78,11 @@ def measure_space(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine to examine. ``root`` replaces ``/``; ``run(command, timeout_s)`` answers for programs."""
+    """A machine to examine.
+
+    ``root`` replaces ``/`` for files. ``run(command, timeout_s)`` runs a program and returns how it ended.
+    ``space(path)`` returns total and free bytes of the file system that holds the path. ``name`` is the host name.
+    """
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -90,14 +99,14 @@ class Host:
             return None
 
     def read_number(self, path: str) -> int | None:
-        """Return the whole number that a file holds; None for anything else."""
+        """Return the integer that a file holds; None if the file is missing or holds anything else."""
         try:
             return int(self.read(path) or "")
         except ValueError:
             return None
 
     def names(self, folder: str) -> tuple[str, ...]:
-        """Return the names in a folder, sorted; empty if the folder does not exist."""
+        """Return the sorted names in a folder; empty if the folder cannot be read."""
         try:
             return tuple(sorted(item.name for item in (self.root / folder.lstrip("/")).iterdir()))
         except (OSError, ValueError):
@@ -112,10 +121,10 @@ class Host:
 
 
 def answer_within(seconds: float, function: Callable[[], T]) -> T | None:
-    """Return the result of a function, or None after ``seconds``; its own error is raised here.
+    """Return the result of ``function()``, or None if it takes longer than ``seconds``. Raises the function's errors.
 
-    For system calls without a time limit, such as resolving a name. The thread that is left behind does not keep the
-    process alive.
+    For system calls without a time limit, such as resolving a name. After a timeout the function continues in a daemon
+    thread, which does not keep the process alive.
     """
     answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 

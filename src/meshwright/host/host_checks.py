@@ -1,7 +1,7 @@
-"""The checks of `meshwright doctor` (`examine`), and those of process limits, environment and installed versions.
+"""Run the checks of `meshwright doctor` (`examine`); defines those of process limits, environment and versions.
 
 Findings are shown in the order of `AREAS`. A check is a function of a `Host` (and of the facts from torch) that yields
-findings. It may fail on an unusual machine; then a finding reports that, and the other checks continue.
+findings. If a check fails on an unusual machine, a finding reports the failure, and the other checks continue.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ _LIMITS = {
 
 # Limits are those of ``/proc/self/limits`` (proc(5)), else of getrlimit(2).
 def find_limit(host: Host, name: str) -> int | None:
-    """Return the soft limit of ``open files``, ``processes`` or ``locked memory``; UNLIMITED, or None if not known."""
+    """Return the soft limit of ``open files``, ``processes`` or ``locked memory`` (bytes).
+
+    UNLIMITED if there is no limit, None if the limit cannot be read.
+    """
     label, constant = _LIMITS[name]
     for line in (host.read("/proc/self/limits") or "").splitlines():
         if line.startswith(label):
@@ -71,7 +74,7 @@ def find_limit(host: Host, name: str) -> int | None:
 
 
 def check_limits(host: Host) -> Iterator[Finding]:
-    """Check the limits of open files, processes and locked memory of a process here."""
+    """Check this process's limits of open files, processes and locked memory."""
     yield _judge_count(host, "open files", _FEW_FILES, _SOME_FILES, "ulimit -n 65536")
     yield _judge_count(host, "processes", _FEW_PROCESSES, _SOME_PROCESSES, "ulimit -u 4096")
     locked = find_limit(host, "locked memory")
@@ -84,9 +87,10 @@ def check_limits(host: Host) -> Iterator[Finding]:
 
 
 def check_numba_cache(host: Host) -> Iterator[Finding]:
-    """Check that numba can keep compiled loops: in NUMBA_CACHE_DIR, next to the sources, or in the user's cache folder.
+    """Check that numba can store compiled loops on disk.
 
-    The order is numba's own (numba.core.caching: UserProvided, InTree, UserWide).
+    The candidates are NUMBA_CACHE_DIR, the folder next to the sources, and the user's cache folder, in numba's own
+    order (numba.core.caching: UserProvided, InTree, UserWide).
     """
     given = host.environment.get("NUMBA_CACHE_DIR")
     package = Path(__file__).resolve().parent.parent
@@ -122,12 +126,12 @@ _SETTINGS: tuple[tuple[str, str, str], ...] = (
     (r"NCCL_(P2P|IB|SHM)_DISABLE=1", "NCCL may not use the fastest link", ""),
     (r"NCCL_DEBUG=(INFO|TRACE)", "NCCL prints much", ""),
     (r"TORCHDYNAMO_DISABLE=1", "torch.compile does nothing", ""),
-    (r"(RANK|WORLD_SIZE|LOCAL_RANK)=.*", "a process of a run is assumed; unset it outside torchrun", "no-ranks-meet"),
+    (r"(RANK|WORLD_SIZE|LOCAL_RANK)=.*", "a process of a torchrun job is assumed; unset it elsewhere", "no-ranks-meet"),
 )
 
 
 def check_environment(host: Host) -> Iterator[Finding]:
-    """Report settings in the environment that change speed, memory or what is visible."""
+    """Report environment variables that change speed, memory or the visible devices."""
     causes = [
         (f"{name}={value}", cause, topic)
         for name, value in sorted(host.environment.items())
@@ -211,7 +215,7 @@ def check_versions(_host: Host) -> Iterator[Finding]:
         yield Finding(
             area="versions",
             name=PACKAGE,
-            found="not installed, only found on the path: ranges of versions are not known",
+            found="imported from a folder, not installed: the supported versions of its requirements are not known",
             status="note",
             remedy="Install it: pip install meshwright, or pip install . in its folder.",
             topic="a-package-is-missing-or-of-another-version",
@@ -226,7 +230,10 @@ def check_versions(_host: Host) -> Iterator[Finding]:
 
 
 def judge_version(name: str, version: str | None, span: SpecifierSet, extra: str = "") -> Finding:
-    """Compare an installed version (None: not installed) with its range; ``extra`` requires it, if it is not core."""
+    """Compare an installed version (None: not installed) with its supported range ``span``.
+
+    ``extra`` is the extra that requires the package, "" for a core requirement.
+    """
     install = f"pip install '{PACKAGE}[{extra}]'" if extra else f"pip install '{name}{span}'"
     topic = "a-package-is-missing-or-of-another-version"
     if version is None:
@@ -308,7 +315,10 @@ TORCH_CHECKS: tuple[Callable[[Host, TorchFacts], Iterable[Finding]], ...] = (che
 
 
 def examine(host: Host, addresses: Sequence[tuple[str, int]] = ()) -> tuple[Finding, ...]:
-    """Run all checks on a host, and try to reach ``addresses``; findings in the order of `AREAS`."""
+    """Run all checks on a host, and try to connect to ``addresses`` (host, port).
+
+    Returns the findings in the order of `AREAS`.
+    """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_torch, host)  # its processes start while the other checks run
         findings = [finding for check in CHECKS for finding in _survive(partial(check, host), check.__name__)]

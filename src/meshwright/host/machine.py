@@ -1,4 +1,4 @@
-"""Everything that describes this machine as part of a cluster, in one call."""
+"""Collect all facts about this machine for a cluster file (`find_machine`), and choose the devices to measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from meshwright.host.torch_probe import TorchFacts
 
 
 def find_machine(host: Host, torch: TorchFacts) -> Machine:
-    """Examine the host, its driver and torch. GPUs are those that torch sees, if any, with torch's memory size."""
+    """Return the facts about a host.
+
+    The GPUs are those that torch sees, with torch's memory size; if torch sees no GPU, those of nvidia-smi.
+    """
     driver = find_gpus(host)
     gpus = _seen_by_torch(driver, torch) or driver
     return Machine(
@@ -28,7 +31,10 @@ def find_machine(host: Host, torch: TorchFacts) -> Machine:
 
 
 def devices_to_measure(machine: Machine) -> dict[str, str]:
-    """Devices that must be timed: name → torch's device. Cores always, and GPUs without a datasheet."""
+    """Return the devices that have to be timed, as name → torch device (``cuda:0``).
+
+    On a machine without GPUs it is the CPU; otherwise one GPU of each kind that is not in ``known_gpus.toml``.
+    """
     if not machine.gpus:
         return {"cpu": "cpu"}
     unknown: dict[str, str] = {}

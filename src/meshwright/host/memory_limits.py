@@ -1,7 +1,8 @@
-"""How much memory, shared memory and disk space this process may use: `find_memory`, `check_memory`, `find_drive`.
+"""Find the memory, shared memory and disk space that this process may use (`find_memory`, `check_memory`).
 
 available = min(MemAvailable, limit − (usage − inactive_file) of the process's cgroup and those above it): a cgroup's
-usage counts cached files, which the kernel drops when memory is asked for. Sources: proc(5) for /proc/meminfo;
+usage counts cached files, which the kernel drops when memory is needed. `find_drive` finds the file system of a
+folder. Sources: proc(5) for /proc/meminfo;
 Documentation/admin-guide/cgroup-v2.rst (``memory.max``, ``memory.current``, ``memory.stat``) and cgroup-v1/memory.rst
 (``memory.limit_in_bytes``, ``memory.usage_in_bytes``).
 """
@@ -26,7 +27,10 @@ _TOP = "/sys/fs/cgroup"
 # version 1. A limit of a folder applies to everything below it, so the folders from the process's own up to the top
 # count. Inside a container the path may be that of the host, where only the top exists. Source: cgroups(7).
 def cgroup_folders(host: Host, controller: str) -> list[str]:
-    """Return the folders whose limits bind this process, own first; ``controller`` is "" for version 2."""
+    """Return the cgroup folders whose limits apply to this process, its own first.
+
+    ``controller`` is "cpu" or "memory" for cgroup version 1, and "" for version 2.
+    """
     folders: list[str] = []
     for line in (host.read("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
@@ -47,14 +51,14 @@ _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
-    """A mounted file system, on a drive or in memory: its type, empty if unknown, and its free bytes."""
+    """A mounted file system, on a drive or in memory. ``kind`` is its type, such as ``ext4``; empty if unknown."""
 
     kind: str
     free_bytes: int
 
     @property
     def is_memory(self) -> bool:
-        """Return whether files there take host memory."""
+        """Whether the files of this file system are in host memory, as in tmpfs."""
         return self.kind in _IN_MEMORY
 
 
@@ -93,7 +97,10 @@ _LITTLE_DISK_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes; None if the system does not report them, and for ``limit_bytes`` if no limit is set."""
+    """Bytes of host memory; None if the system does not report them.
+
+    ``limit_bytes`` is the smallest limit of the cgroups, None without a limit.
+    """
 
     total_bytes: int | None
     available_bytes: int | None
@@ -101,7 +108,7 @@ class Memory:
 
 
 def find_memory(host: Host) -> Memory:
-    """Return the memory of the host, and the part of it that the cgroup allows."""
+    """Return the host's memory, the bytes available to this process, and the cgroup's limit."""
     fields = _meminfo(host)
     total = fields.get("MemTotal") or _system_bytes("SC_PHYS_PAGES", host)
     free = [fields.get("MemAvailable") or fields.get("MemFree") or _system_bytes("SC_AVPHYS_PAGES", host)]
@@ -125,7 +132,7 @@ def find_memory(host: Host) -> Memory:
 
 
 def check_memory(host: Host) -> Iterator[Finding]:
-    """Check memory of the host, the cgroup's limit, shared memory and the temporary folder."""
+    """Check host memory, the cgroup's limit, shared memory (/dev/shm) and the temporary folder."""
     found = find_memory(host)
     yield _judge_memory(found)
     if found.limit_bytes is not None and found.total_bytes is not None and found.limit_bytes < found.total_bytes:
@@ -182,7 +189,7 @@ def _judge_temporary_folder(host: Host) -> Finding:
         place = Path(wanted) if wanted and _is_writable(Path(wanted)) else Path(tempfile.gettempdir())
         total, free = host.space(place)
     except OSError as error:
-        found = f"none is writable ({error.strerror or error})"
+        found = f"no folder is writable ({error.strerror or error})"
         return Finding(area="memory", name=name, found=found, status="problem", remedy=remedy, topic=topic)
     text = f"{format_bytes(free)} free of {format_bytes(total)} in {place}"
     if wanted and place != Path(wanted):

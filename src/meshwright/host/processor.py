@@ -1,7 +1,7 @@
 """The processor of this machine, and the number of its cores that this process may use.
 
 cores = min(cores that the affinity mask allows, whole cores of the cgroup's quota). Two hardware threads of one core
-count once: they share its arithmetic units. Sources: proc(5) for ``Cpus_allowed_list``; the kernel's
+count once, because they share its arithmetic units. Sources: proc(5) for ``Cpus_allowed_list``; the kernel's
 Documentation/admin-guide/cgroup-v2.rst (``cpu.max``) and scheduler/sched-bwc.rst (``cpu.cfs_quota_us``).
 """
 
@@ -20,10 +20,11 @@ from meshwright.spec import format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
-    """The processor as this process may use it.
+    """The processor, and how much of it this process may use.
 
-    ``num_cores`` are whole cores after affinity and quota (at least one), ``quota`` is the number of cores that the
-    cgroup grants (None: no quota), ``num_numa_nodes`` is None if the system does not report it.
+    ``num_threads`` counts all hardware threads; ``num_allowed_threads`` and ``num_allowed_cores`` those that the
+    affinity mask allows. ``quota`` is the number of cores that the cgroup grants (may be fractional; None: no quota).
+    ``num_numa_nodes`` is None if the system does not report it.
     """
 
     name: str
@@ -35,13 +36,16 @@ class Processor:
 
     @property
     def num_cores(self) -> int:
-        """Whole cores that may be used at the same time."""
+        """Number of whole cores that this process may use at the same time, after affinity and quota; at least 1."""
         granted = self.num_allowed_cores if self.quota is None else min(self.num_allowed_cores, int(self.quota))
         return max(1, granted)
 
 
 def find_processor(host: Host) -> Processor:
-    """Read name, cores, affinity, quota and NUMA nodes; missing facts fall back to Python's."""
+    """Read the processor's name, cores, affinity, quota and NUMA nodes.
+
+    Name and thread count come from Python's ``platform`` and ``os`` if ``/proc`` and ``/sys`` do not report them.
+    """
     allowed = parse_list(_status_field(host, "Cpus_allowed_list"))
     num_threads = _count_threads(host)
     if not allowed:
@@ -62,14 +66,14 @@ def find_processor(host: Host) -> Processor:
 
 
 def processor_name(host: Host) -> str:
-    """Return the processor's name for people: from /proc/cpuinfo, else from Python."""
+    """Return the processor's model name from /proc/cpuinfo, else from Python's ``platform``."""
     lines = (host.read("/proc/cpuinfo") or "").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
     return next(filter(None, names), "") or platform.processor() or platform.machine() or "not known"
 
 
 def check_processor(host: Host) -> Iterator[Finding]:
-    """Name, cores after affinity and quota, NUMA nodes."""
+    """Report the processor's name, the cores that may be used, and the number of NUMA nodes."""
     found = find_processor(host)
     yield Finding(area="devices", name="processor", found=found.name)
     threads = format_count(found.num_threads, "hardware thread")

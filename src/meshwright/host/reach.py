@@ -1,8 +1,8 @@
-"""Whether processes here can reach each other and other hosts; network cards (`Nic`); ending processes (`reaping`).
+"""Check whether processes on this host reach each other and other hosts; find network cards (`Nic`).
 
 The ranks of a run meet at ``MASTER_ADDR:MASTER_PORT`` (a TCP store on rank 0's host) and then open sockets between all
 ranks, on the interface with the host name's address or the one that ``GLOO_SOCKET_IFNAME`` / ``NCCL_SOCKET_IFNAME``
-name. Each check tests a part of that with real sockets and a time limit.
+name. Each check tests one of these steps with real sockets and a time limit. `reaping` ends processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.spec import format_bytes
 
 @contextlib.contextmanager
 def reaping(processes: Sequence[BaseProcess], grace_s: float) -> Iterator[None]:
-    """End all processes at the end of the block, gently first: after ``grace_s`` the remaining ones are killed."""
+    """End all processes when the block ends: terminate them, and kill those still running after ``grace_s`` seconds."""
     try:
         yield
     finally:
@@ -46,7 +46,11 @@ _LOOPBACK = "lo"
 # and ABI/stable/sysfs-class-infiniband.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
-    """A network card, or one port of it; ``bytes_per_s`` (per direction) is None if the system does not report it."""
+    """A network card, or one port of a card.
+
+    ``kind`` is Ethernet, InfiniBand or RoCE. ``bytes_per_s`` is per direction, None if the system does not report it.
+    ``virtual`` interfaces have no hardware behind them.
+    """
 
     name: str
     kind: str
@@ -56,7 +60,7 @@ class Nic:
 
 
 def find_interfaces(host: Host) -> tuple[Nic, ...]:
-    """Return the network interfaces without the loopback."""
+    """Return all network interfaces except the loopback, as Ethernet cards."""
     return tuple(_read_interface(host, name) for name in host.names("/sys/class/net") if name != _LOOPBACK)
 
 
@@ -70,10 +74,10 @@ def find_fabric(host: Host) -> tuple[Nic, ...]:
 
 
 def choose_nics(host: Host) -> tuple[Nic, ...]:
-    """Return the equal cards for messages between nodes: the fastest that are up, InfiniBand and RoCE first.
+    """Return the network cards to use between nodes: the fastest that are up, all of the same speed.
 
-    A card of unknown speed is chosen only if no other is up; virtual interfaces never are. Bonded or partly used cards
-    are not recognised: the result is a first guess to be checked.
+    InfiniBand and RoCE ports come before Ethernet. If all of them have unknown speeds, only the first is returned.
+    Virtual interfaces are never chosen. Bonded or partly used cards are not recognised, so check the result.
     """
     for candidates in (find_fabric(host), find_interfaces(host)):
         ready = [nic for nic in candidates if nic.up and not nic.virtual]
@@ -86,13 +90,13 @@ def choose_nics(host: Host) -> tuple[Nic, ...]:
 
 
 def parse_rate(text: str) -> float | None:
-    """Return bytes per second of a port's ``rate``: ``400 Gb/sec (4X NDR)`` → 5e10."""
+    """Return the B/s of an InfiniBand port's ``rate`` text: ``400 Gb/sec (4X NDR)`` → 5e10; None for other text."""
     match = re.match(r"\s*([\d.]+)\s*Gb/sec", text)
     return float(match[1]) * 1e9 / 8 if match is not None and match[1].count(".") < 2 else None
 
 
 def check_nics(host: Host) -> Iterator[Finding]:
-    """Yield one finding per physical card, and one if no card is found."""
+    """Report each physical network card, or that no such card was found."""
     nics = [nic for nic in (*find_fabric(host), *find_interfaces(host)) if not nic.virtual]
     if not nics:
         known = bool(host.names("/sys/class/net"))
@@ -136,7 +140,7 @@ _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\s\[\]]+))
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse ``host:port`` or ``[::1]:port``; ValueError for anything else."""
+    """Parse ``host:port`` or ``[::1]:port`` into host and port. Raises ValueError for any other text."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 1 <= int(match["port"]) <= 65535:
         raise ValueError(
@@ -146,7 +150,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def find_address(name: str) -> str | None:
-    """Return the IPv4 address of a name; None if it has none or the answer does not come in time."""
+    """Return the IPv4 address of a host name; None if it does not resolve, or not within the time limit."""
     try:
         found = answer_within(_RESOLVE_TIMEOUT_S, lambda: socket.getaddrinfo(name, None, socket.AF_INET))
     except (OSError, UnicodeError):
@@ -155,7 +159,7 @@ def find_address(name: str) -> str | None:
 
 
 def can_bind(address: str, port: int = 0) -> str | None:
-    """Return None if a server can listen there, else the reason why not."""
+    """Return None if a server can listen at this address and port (0: any free port), else the reason as text."""
     try:
         # As in TCPStore: a port that a finished run left in TIME_WAIT is free.
         with socket.create_server((address, port), reuse_port=False):
@@ -193,23 +197,23 @@ def check_host_name(host: Host) -> Iterator[Finding]:
         finding = Finding(area="reach", name="host name", found=found)
         yield finding.amended("note", f"Add it to /etc/hosts, or set {remedy}", topic)
     elif (reason := can_bind(address)) is not None:
-        found = f"{host.name!r} leads to {address}, which is not an address of this host ({reason})"
+        found = f"{host.name!r} resolves to {address}, which is not an address of this host ({reason})"
         finding = Finding(area="reach", name="host name", found=found)
         yield finding.amended("problem", f"Correct /etc/hosts, or set {remedy}", topic)
     else:
         alone = ": enough for runs on this host alone" if address.startswith("127.") else ""
-        yield Finding(area="reach", name="host name", found=f"{host.name!r} leads to {address}{alone}")
+        yield Finding(area="reach", name="host name", found=f"{host.name!r} resolves to {address}{alone}")
 
 
 def check_rendezvous(host: Host) -> Iterator[Finding]:
-    """Check MASTER_ADDR and MASTER_PORT, if set: a port that is free here, or a name that resolves."""
+    """Check MASTER_ADDR and MASTER_PORT, if set: the name has to resolve, and a port on this host has to be free."""
     name, port_text = (host.environment.get(f"MASTER_{part}") for part in ("ADDR", "PORT"))
     if name is None and port_text is None:
         yield Finding(area="reach", name="MASTER_ADDR", found="not set (torchrun sets it)")
         return
     where = f"MASTER_ADDR={name or '(not set)'}, MASTER_PORT={port_text or '(not set)'}"
     if name is None or port_text is None:
-        yield _meeting_problem(where, "one without the other", "Set both or neither.")
+        yield _meeting_problem(where, "only one of the two is set", "Set both or neither.")
     elif not port_text.isdigit() or not 1 <= int(port_text) <= 65535:
         yield _meeting_problem(where, "the port is not valid", "Choose a port from 1024 to 65535.")
     elif (address := find_address(name)) is None:
@@ -227,8 +231,8 @@ def check_rendezvous(host: Host) -> Iterator[Finding]:
 def check_interfaces(host: Host) -> Iterator[Finding]:
     """Check that interfaces named by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME exist.
 
-    gloo takes a list of exact names; NCCL a list of prefixes, exact after ``=``, excluded after ``^`` (NCCL user guide,
-    environment variables).
+    gloo reads a list of exact names. NCCL reads a list of prefixes; after ``=`` the names are exact, after ``^`` they
+    are excluded (NCCL user guide, environment variables).
     """
     present = host.names("/sys/class/net")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -246,7 +250,7 @@ def check_interfaces(host: Host) -> Iterator[Finding]:
 
 
 def check_addresses(addresses: Sequence[tuple[str, int]]) -> Iterator[Finding]:
-    """Try to connect to all addresses at once, with a time limit."""
+    """Report for each address (host, port) whether a connection succeeds within a time limit; all are tried at once."""
     if not addresses:
         return
     with ThreadPoolExecutor(len(addresses)) as pool:

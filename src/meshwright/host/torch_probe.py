@@ -1,8 +1,8 @@
 """Facts from torch, determined in separate processes.
 
 Importing torch takes seconds, and a broken driver can hang or kill the importing process. So two child processes run
-`meshwright.measurement.machine_table` with a time limit: they meet over a TCP store, add two tensors with gloo, and the
-first prints versions and devices, one JSON line each. Lines printed before a failure are kept.
+`meshwright.measurement.machine_table` with a time limit. They meet over a TCP store and all-reduce a tensor with gloo.
+The first process prints versions, devices and the result as JSON lines. Lines printed before a failure are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ _PROBE = (sys.executable, "-P", "-W", "ignore", "-m", "meshwright.measurement.ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """Output of the probe: ``build``, ``devices`` and, per address, how the two processes met; and how it ended."""
+    """Facts that the child processes printed about torch.
+
+    ``build``: versions of torch, CUDA and NCCL. ``devices``: one dict per GPU. ``pairs``: by address, the JSON row on
+    the meeting of the two processes (key ``error`` if it failed). ``failure``: why the first process failed, else "".
+    """
 
     installed: bool
     build: dict[str, Any]
@@ -38,7 +42,7 @@ class TorchFacts:
 
 
 def ask_torch(host: Host, timeout_s: float = PROBE_TIMEOUT_S) -> TorchFacts:
-    """Run the probe; never raises for errors inside it."""
+    """Run the two child processes for at most ``timeout_s`` seconds; their errors are reported, not raised."""
     if importlib.util.find_spec("torch") is None:
         return TorchFacts(installed=False, build={}, devices=(), pairs={})
     addresses = [LOOPBACK]
@@ -52,7 +56,7 @@ def ask_torch(host: Host, timeout_s: float = PROBE_TIMEOUT_S) -> TorchFacts:
 
 
 def read_probe(ran: Ran, timeout_s: float) -> TorchFacts:
-    """Parse the output of the first process; lines that are not facts are ignored."""
+    """Parse what the first child process printed; unknown lines are ignored. ``timeout_s`` is for the message only."""
     build: dict[str, Any] = {}
     devices: list[dict[str, Any]] = []
     pairs: dict[str, dict[str, Any]] = {}
@@ -77,7 +81,7 @@ def read_probe(ran: Ran, timeout_s: float) -> TorchFacts:
 
 
 def check_torch(host: Host, facts: TorchFacts) -> Iterator[Finding]:
-    """CUDA and NCCL of the build, the devices that torch sees, and whether the import works at all."""
+    """Report whether torch can be imported, the CUDA and NCCL of its build, and the GPUs that torch sees."""
     if not facts.installed:
         return
     if facts.failure:
@@ -111,7 +115,7 @@ def check_torch(host: Host, facts: TorchFacts) -> Iterator[Finding]:
 
 
 def check_pair(_host: Host, facts: TorchFacts) -> Iterator[Finding]:
-    """Check that two processes met over a TCP store and added tensors with gloo."""
+    """Check that two processes met over a TCP store and all-reduced a tensor with gloo."""
     if not facts.installed:
         yield Finding(
             area="reach",

@@ -1,22 +1,22 @@
-"""Executes Programs on torch.distributed: the same instructions that the simulator estimates, with real tensors.
+"""Execute Programs on torch.distributed: the same instructions that the simulator estimates, with real tensors.
 
-opening          builds a `session` of one rank from a plan and a captured model, out of the other modules
-holding          a process's part of a plan: modules, parameters, program
-local_models     the model of a process: the captured model, or its share in a team (`teams`); `checkpointing` runs
-                 parts of it again
+opening          builds the `session` of one rank from a plan and a captured model
+holding          the part of a plan that one process runs: modules, parameters, program
+local_models     the model of a process: the captured model, or its shard in a team (`teams`); `checkpointing`
+                 recomputes ranges of it
 rank_program     the instructions of one rank, in the order of issue
-executor         issues them and holds values between stages; `bucket_sums` has the gradients to sum, `transport` the
-                 works that are not finished
-session          the section that runs for each batch
-stage_module     forwards and backwards of one stage, also in two parts; `versions` if weights change in between
-optimizer_steps  the norm of all gradients, the loss scale, states sharded over replicas, and repairs of stale
-                 gradients; `stage_steps` steps stage by stage
+executor         issues these instructions and holds values between stages; `bucket_sums` issues the gradient sums,
+                 `transport` the sends and receives
+session          trains or infers batch by batch
+stage_module     forwards and backwards of one stage, also with split backwards; `versions` keeps older weights
+optimizer_steps  gradient clipping, loss scaling, states sharded over replicas (ZeRO 1), and repairs of stale
+                 gradients; `stage_steps` runs the optimizer stage by stage
 compiling        layers that torch compiles; `compile_ahead` compiles them before the first step
-fully_sharded    replicas that shard gradients and parameters; `ranges` makes modules of ranges of ops
-transport        sends, receives and sums, in `stage_layouts` known to both ends
+fully_sharded    replicas that shard gradients and parameters (ZeRO 2, 3); `ranges` makes modules of ranges of ops
+transport        point-to-point transfers and collectives; `stage_layouts` gives the tensors of each transfer
 gradient_reduction  buckets of gradients
 prefetch         prefetched inputs
-devices          the devices of ranks: GPUs by CUDA, or processors
+devices          the devices of ranks: CUDA GPUs or CPUs
 replica_broadcast  broadcasts of initial weights, and of the buffers of replicas
 recorder         spans of all ranks on one clock
 """

@@ -1,6 +1,6 @@
-"""A number on which all ranks agree before an update: an all-reduce sums the contributions of all ranks.
+"""A number that is summed over all ranks before an update, such as the squared norm of all gradients.
 
-The program issues the all-reduce (`program.gradient_exchange`), after the sums of gradients.
+The program issues its all-reduce (`program.gradient_exchange`) after the all-reduces of the gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from meshwright.runtime.transport import Transport
 
 
 class AgreedNumber(ABC):
-    """A number that the program all-reduces as bucket ``index``; ``complete()`` first makes gradients complete."""
+    """A number that the program all-reduces over all ranks, under the bucket number ``index``.
+
+    ``complete()`` is called first: it sums the gradients of which each process of a team holds only a part.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,10 @@ class AgreedNumber(ABC):
         self._total = torch.zeros(1, dtype=dtype, device=device)
 
     def begin(self, ranks: tuple[int, ...]) -> list[dist.Work]:
-        """Add this process's contribution and sum it over all ranks, after the gradients were summed."""
+        """Start to sum the contributions of all processes; return the works to wait for.
+
+        The sum over the team is synchronous, that over ``ranks`` is not. Gradients have to be summed before.
+        """
         self._complete()
         self._total.zero_()
         self._add_own()

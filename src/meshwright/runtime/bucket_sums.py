@@ -1,7 +1,7 @@
-"""When buckets are full and when their sums are issued: the gradient reduction of the program.
+"""Issue the all-reduces and reduce-scatters of gradient buckets, as the program orders them.
 
-A sum may be issued inside the backward that fills its bucket, as soon as the bucket is ready: its mark is raised. Sums
-of a rank are issued in the order of their stream, so that all ranks of a group sum the same bucket at a time.
+The sum of a bucket may be issued inside the backward that fills it, at its mark: as soon as the bucket is full. A rank
+issues its sums in the order of their stream, so that all ranks of a group sum the same bucket at a time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from meshwright.spec import Backward, BackwardWeight, OptimizerStep
 
 
 class BucketSums:
-    """Fills the buckets of an exchange and sums them; ``issue(item)`` is called for sums that are issued at a mark.
+    """Fills the gradient buckets of a rank and sums them over its groups.
 
-    Other sums are those of numbers on which all ranks agree, by their indices.
+    ``exchange`` holds the buckets (None: the rank sums no gradients). ``issue(item)`` is called for each sum that is
+    issued inside a backward, when its bucket is full. ``agreements``: the numbers that all ranks sum, by bucket number.
     """
 
     def __init__(
@@ -37,13 +38,16 @@ class BucketSums:
         self._ready: set[int] = set()
 
     def expect(self, marked: Collection[IssuedInstruction]) -> None:
-        """Allow these sums to be issued from now on."""
+        """Allow the sums ``marked`` to be issued from now on, each as soon as its bucket is full."""
         if marked:
             self._marked.extend(marked)
             self._let_go()
 
     def sum_up(self, part: int, group: tuple[int, ...], behind: Sequence[Work] | None = None) -> Sequence[Work]:
-        """Sum a part of a bucket over a group, after other works."""
+        """All-reduce a part of a bucket (or an agreed number) over a group; return the works.
+
+        ``behind``: works after which the all-reduce starts, without blocking the caller (None: at once).
+        """
         if part in self._agreements:
             return self._agreements[part].begin(group)
         assert self._exchange is not None, "a rank that sums has buckets"
@@ -54,27 +58,27 @@ class BucketSums:
         return self._transport.sum_over(values, group) if len(values) else []
 
     def scatter(self, bucket: int, group: tuple[int, ...]) -> Sequence[Work]:
-        """Reduce-scatter a bucket over a group."""
+        """Reduce-scatter the gradients of a bucket over a group; return the works."""
         return self._transport.share(self._sharded(bucket).scatter, group)
 
     def gather(self, bucket: int, group: tuple[int, ...]) -> Sequence[Work]:
-        """All-gather the parameters of a bucket; each rank of the group has updated its part."""
+        """All-gather the parameters of a bucket after each rank of the group has updated its part; return the works."""
         self._ready.discard(bucket)
         return self._transport.share(self._sharded(bucket).gather, group)
 
     def merge(self) -> None:
-        """Merge the oldest sums into the weights."""
+        """Add the oldest summed changes of the other replicas to the weights (`opening.WaveExchange`)."""
         assert self._exchange is not None, "a rank that merges has buckets"
         self._exchange.merge()
 
     def restart(self) -> None:
-        """Reset after everything has ended."""
+        """Reset the buckets, after all instructions have ended."""
         if self._exchange is not None:
             self._exchange.restart()
 
     @contextmanager
     def filling(self, buckets: Collection[int]) -> Iterator[None]:
-        """The block is the last backward of some buckets: their sums are issued as soon as they are full."""
+        """Run the block as the last backward that fills ``buckets``: each bucket is summed as soon as it is full."""
         if buckets and self._exchange is not None:
             self._exchange.begin(buckets, self._raise_mark)
         yield
@@ -82,9 +86,9 @@ class BucketSums:
             self._exchange.finish()
 
     def last_backwards(self, program: RankProgram) -> dict[int, tuple[int, ...]]:
-        """Return buckets that are final after a computation, by its index.
+        """Return, by the index of a backward, the buckets for which it is the last backward before an update.
 
-        It is the last one before an update that adds to them.
+        After that backward the gradients in these buckets are final.
         """
         stages_of: Mapping[int, Collection[int]] = self._exchange.stages if self._exchange is not None else {}
         last: dict[int, int] = {}

@@ -1,14 +1,14 @@
 """Recompute (activation checkpointing): ranges of a stage's ops that run again in the backward.
 
-Each range of ops becomes a module of its own, called under torch's checkpoint: it saves only its inputs, and runs
-again, with the same random numbers, as soon as its backward needs a value; it stops after the last needed one.
-Parameters are among its inputs, so that a backward uses the version that the forward read. Buffers belong to the
-module, and running again does not change them.
+Each range of ops becomes a module of its own, called under torch's checkpoint. It saves only its inputs. When its
+backward needs a value, the range is recomputed with the same random numbers, up to the last needed value. Parameters
+are among its inputs, so that a backward uses the version that the forward read. Buffers belong to the module, and
+recomputing does not change them.
 
-Results of kept ops are saved by torch's selective checkpointing: `Kept` calls mark the kernels whose results are kept,
-all but views and copies of inputs, which are recomputed. Conversions between the processes of a team keep their results
-themselves, so that nothing is sent twice. If activations go to the host, kept results do, too; only this module uses
-the place where selective checkpointing stores them.
+Some ops of a range may keep their results (selective checkpointing). `Kept` calls mark the kernels whose results are
+saved: all except views and copies of inputs. Collectives between the processes of a team keep their results too, so
+that nothing is sent twice. If activations are offloaded to the host, so are kept results; only this module uses the
+storage of torch's selective checkpointing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NOTE = "meshwright_kept"
 
 
 def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int]) -> torch.nn.Module:
-    """Return the module of a stage's ``ops``, in which the graph's ranges are recomputed.
+    """Return the module of a stage with the ranges of ``graph.recompute`` under checkpoint; ``ops`` are the stage's.
 
     Raises PlanError for a range that writes to a tensor made outside of it, or reads a tensor that is written later.
     """
@@ -67,7 +67,7 @@ def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int])
 
 
 class RecomputedRange(torch.nn.Module):
-    """A range of ops under checkpoint; the ops ``kept`` keep their results."""
+    """A range of ops under checkpoint. ``kept``: the numbers of the ops whose results are saved, not recomputed."""
 
     def __init__(self, body: fx.GraphModule, kept: Collection[int] = ()) -> None:
         super().__init__()
@@ -76,18 +76,18 @@ class RecomputedRange(torch.nn.Module):
 
     @property
     def keeps(self) -> bool:
-        """Whether results of some ops are kept."""
+        """Whether the results of some ops are saved (selective checkpointing)."""
         return self._keeping is not None
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Return the outputs of the range."""
+        """Compute the range; with gradients enabled, under checkpoint."""
         if not torch.is_grad_enabled():
             return self.body(*inputs)
         # Bypasses hooks of modules, whose kernels selective checkpointing would count.
         return checkpoint(self.body.forward, *inputs, use_reentrant=False, context_fn=self._contexts)
 
     def copy_kept(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        """Pass kept results to ``pack`` after a forward, and take them from ``unpack`` when the range runs again."""
+        """Replace kept results by ``pack(tensor)`` after a forward, and restore them by ``unpack`` for the backward."""
         if self._keeping is not None:
             self._keeping.pack, self._keeping.unpack = pack, unpack
 
@@ -97,9 +97,9 @@ class RecomputedRange(torch.nn.Module):
 
 
 def checkpoint_compiled(body: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-    """Return a range under checkpoint, for torch to compile.
+    """Call a range under checkpoint inside code that torch compiles; return its outputs.
 
-    Notes at `Kept` calls mark the kernels with kept results.
+    Notes at `Kept` calls mark the kernels whose results are saved.
     """
     contexts = partial(create_selective_checkpoint_contexts, _keep_noted)
     return checkpoint(body, *given, use_reentrant=False, context_fn=contexts)
@@ -174,7 +174,10 @@ class _Keeping:
 
 
 class Kept:
-    """An op with a kept result, as a function: hooks of a module would call kernels of their own."""
+    """An op whose result is saved in a recomputed range.
+
+    It is a function, not a module, because the hooks of a module would call kernels of their own.
+    """
 
     def __init__(self, call: Callable[..., Any], keeping: _Keeping, name: str) -> None:
         self.call, self._keeping = call, keeping
@@ -182,7 +185,7 @@ class Kept:
         self.__name__ = self.__qualname__ = name
 
     def __call__(self, /, *given: Any, **options: Any) -> Any:
-        """The op's result; arguments may be named ``self``."""
+        """Return the result of the op. ``self`` is positional, because the op may have an argument named ``self``."""
         if torch.compiler.is_compiling():
             with traceback.annotate({_NOTE: True}):
                 return self.call(*given, **options)
@@ -194,14 +197,14 @@ class Kept:
 
 
 class KeptConversion(torch.nn.Module):
-    """A conversion between processes with a kept result."""
+    """A collective that converts a tensor's layout in a team; its result is saved, so that it runs once per forward."""
 
     def __init__(self, convert: Convert, keeping: _Keeping) -> None:
         super().__init__()
         self._convert, self._keeping = convert, keeping
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the converted tensor."""
+        """Return the converted tensor: from the collective, or the saved one while the range is recomputed."""
         if self._keeping.runs_again:
             return self._convert(value, self._keeping.results.pop(0))
         made: torch.Tensor = self._convert(value)
@@ -258,6 +261,5 @@ def _check_writes(graph: Graph, number: int, ops: set[int]) -> None:
             continue
         raise PlanError(
             f"The plan recomputes ops {start}:{stop}, some of which read {target.name!r}, which {item.name!r} "
-            "writes in place: running them again would read the new value. Choose other ranges, or recompute "
-            "nothing."
+            "writes in place, so recomputing would read the new value. Choose other ranges, or recompute nothing."
         )

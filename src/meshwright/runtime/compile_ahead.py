@@ -1,7 +1,7 @@
 """Compile the layers of a rank before its first step: one microbatch of zeros, forward and backward, in every stage.
 
 All ranks compile at the same time, instead of one after the other as the first microbatch reaches them. Nothing is sent
-between stages; replicas that shard parameters gather them together, as in a step. Afterwards weights, buffers and
+between stages. Replicas that shard parameters gather them together, as in a step. Afterwards weights, buffers and
 random state are as before, and parameters have no gradients.
 """
 
@@ -26,7 +26,11 @@ Layouts = Mapping[tuple[int, int, str], tuple[WireLayout, ...]]
 def compile_ahead(
     share: Holding, runners: Sequence[StageRunner], layouts: Layouts, device: torch.device, events: EventSink
 ) -> None:
-    """Run one microbatch of zeros. All processes call it together."""
+    """Compile the layers of all stages of this rank, by one microbatch of zeros. All processes call it together.
+
+    ``layouts``: shape, strides and dtype of each tensor of a transfer, by (source stage, target stage, payload).
+    ``events`` receives the number of compiled layers as progress.
+    """
     compilation = share.model.compilation
     total = compilation.num_codes
     task = f"compile {format_count(total, 'kind', 'kinds')} of layers"

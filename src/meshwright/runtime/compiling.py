@@ -1,9 +1,10 @@
-"""Layers of a stage that torch compiles, each on its own (`compile_units`, `spec.compiled_units`).
+"""Compile the layers of a stage with torch.compile, one by one (`compile_units`).
 
-The ops of a unit become a graph that receives everything it reads as arguments, parameters too. So equal units share
-one compilation, hooks of parameters and FSDP2's gathers stay outside of it, and a backward that reaches the end of a
-unit has the gradients of all its parameters. torch keeps the code on disk (``TORCHINDUCTOR_CACHE_DIR``), where the next
-run finds it. Random numbers are drawn as in torch without compiling. `UnitPartitioner` decides what a unit saves.
+A unit is a range of ops that is compiled by itself, as a rule a layer (`spec.compiled_units`). Its ops become a graph
+that receives everything it reads as arguments, also parameters. So equal units share one compilation, and hooks of
+parameters and FSDP2's all-gathers stay outside of the compiled code. torch caches the code on disk
+(``TORCHINDUCTOR_CACHE_DIR``) for later runs. Random numbers are drawn as in torch without compiling. `UnitPartitioner`
+chooses the tensors that a unit saves for its backward.
 
 Units that torch cannot compile run eagerly, and `Compilation.left_out` gives the reasons.
 """
@@ -42,12 +43,12 @@ _COMPARISONS = (torch.ops.aten.le.Scalar, torch.ops.aten.lt.Scalar, torch.ops.at
 # unit that reads it; and on CPUs inductor writes such masks slowly: a tiny residual network trained at half the speed
 # (2026-11-28, two cores).
 class UnitPartitioner(CustomPartitionerFn):
-    """Cuts the joint graph of a unit into its forward and its backward."""
+    """Splits the joint graph of a unit into its forward and its backward graph."""
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """As `min_cut_rematerialization_partition`."""
+        """Return the forward and the backward graph, by torch's `min_cut_rematerialization_partition`."""
         (made,) = next(node for node in gm.graph.nodes if node.op == "output").args
         handed_on = set(made[: kwargs["num_fwd_outputs"]])
         for node in gm.graph.nodes:
@@ -70,9 +71,9 @@ _LONGEST_REASON = 200
 class Compilation:
     """The state of the compiled units of a process.
 
-    ``num_units`` of ``num_codes`` kinds, of which ``done`` are compiled or refused, in ``seconds``; ``left_out``: the
-    number of units that run eagerly, by reason; ``refused``: the reason if all do. ``on_progress`` is called with
-    ``done`` after each.
+    ``num_units`` counts the units, ``num_codes`` the different ones among them. ``done`` of these codes were compiled
+    or refused so far, which took ``seconds``. ``left_out``: the number of units that run eagerly, by reason.
+    ``refused``: the reason if all units run eagerly, else "". ``on_progress(done)`` is called after each code.
     """
 
     num_units: int = 0
@@ -93,7 +94,7 @@ class Compilation:
     ) -> _Code:
         """Return the code of a unit for tensors of the given shapes and types; equal units share one code.
 
-        ``again``: the range with which the unit is recomputed in the backward.
+        ``given`` describes the shapes and types. ``again``: the recomputed range of the unit, None if it has none.
         """
         key = _likeness(body), given, again is not None
         if key not in self.codes:
@@ -183,7 +184,7 @@ def _again(unit: RecomputedRange, number: int) -> Callable[..., Any]:
 
 
 class CompiledUnit(torch.nn.Module):
-    """A unit in a stage's graph."""
+    """The module of a compiled unit in a stage's graph."""
 
     def __init__(self, code: _Code) -> None:
         super().__init__()
@@ -195,9 +196,10 @@ class CompiledUnit(torch.nn.Module):
 
 
 def compile_units(module: torch.nn.Module, graph: Graph, compilation: Compilation) -> torch.nn.Module:
-    """Let torch compile the units of a stage's module, whose nodes name their ops (`ranges.note_ops`).
+    """Replace the units of a stage's module by compiled ones; return the module.
 
-    Each is compiled at its first call. A dry run compiles nothing.
+    Its nodes have to be marked with their ops (`ranges.note_ops`). torch compiles a unit at its first call. A dry run
+    compiles nothing.
     """
     if not graph.compiled or detect_fake_mode() is not None:
         return module

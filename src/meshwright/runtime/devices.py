@@ -1,4 +1,4 @@
-"""The devices on which the ranks of a plan compute: GPUs of CUDA, or processors."""
+"""Choose the devices on which the ranks of a plan compute: CUDA GPUs or CPUs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshwright.spec import MeshwrightError, Placement, Plan, PlanError, RunErro
 
 
 def choose_device(plan: Plan | Placement, chosen: Backend | None = None) -> Backend:
-    """Return the type of device: the ``chosen`` one, or that of the plan's cluster.
+    """Return the type of device, ``cpu`` or ``cuda``: the ``chosen`` one, or by default that of the plan's cluster.
 
-    If the plan's cluster is not known here, it is CUDA if torch sees a GPU. Raises PlanError if it is CUDA and torch
-    sees no GPU.
+    If the plan's cluster file is not found here, the default is CUDA if torch sees a GPU, else the CPU. Raises
+    PlanError for another ``chosen`` device, or for CUDA without a GPU.
     """
     if chosen not in (None, "cpu", "cuda"):
-        raise PlanError(f"Device {chosen!r} was given; expected cpu or cuda, the devices that plans run on.")
+        raise PlanError(f"Device {chosen!r} was given; expected cpu or cuda.")
     planned = _planned_kinds(plan)
     if chosen is None:
         chosen = "cuda" if any(planned.values()) or (not planned and torch.cuda.is_available()) else "cpu"
@@ -26,15 +26,15 @@ def choose_device(plan: Plan | Placement, chosen: Backend | None = None) -> Back
         found = torch.accelerator.current_accelerator()
         other = f"; its accelerator here, {found.type!r}, is not supported" if found is not None else ""
         raise PlanError(
-            f"The plan is for {names or 'CUDA devices'}, and torch sees no CUDA device here{other}. Run it on the "
-            "cluster, with a build of torch for CUDA (`meshwright doctor` looks for both), or try it on processors: "
+            f"The plan is for {names or 'CUDA devices'}, but torch sees no CUDA device here{other}. Run it on the "
+            "cluster, with a build of torch for CUDA (`meshwright doctor` checks both), or try it on CPUs: "
             '--device cpu, in Python device="cpu".'
         )
     return chosen
 
 
 def own_device(kind: Backend) -> torch.device:
-    """Return the device of this process: each rank has its own GPU of the host.
+    """Return the device of this process: the CPU, or the GPU with the number LOCAL_RANK.
 
     Raises RunError if the host has fewer GPUs than ranks.
     """
@@ -44,9 +44,9 @@ def own_device(kind: Backend) -> torch.device:
     if local_rank >= count:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1))
         raise RunError(
-            f"{ranks} ranks were started on this host, which has {count} GPUs that torch sees; each rank needs one. "
-            "Start no more ranks than GPUs on a host (CUDA_VISIBLE_DEVICES hides some), or plan for fewer devices on a "
-            "node."
+            f"{ranks} ranks were started on this host, but torch sees {count} GPUs; each rank needs its own GPU. "
+            "Start at most as many ranks as the host has GPUs (CUDA_VISIBLE_DEVICES may hide some), or plan for fewer "
+            "devices per node."
         )
     return torch.device("cuda", local_rank)
 

@@ -1,9 +1,9 @@
-"""The executor: interprets one rank's part of a Program with real tensors on torch.distributed; values between stages.
+"""The executor: runs one rank's instructions of a Program with real tensors on torch.distributed.
 
-One thread issues everything, in the order computed by `rank_program`: computations run synchronously, transfers and
-sums are asynchronous, and a computation waits for what it needs. The executor decides nothing: order, partners, buckets
-and microbatches come from the program, tensors and parts from the captured graph. `steps` chooses the sections to run
-and their batches. `Messages` holds activations and gradients between stages.
+One thread issues everything, in the order computed by `rank_program`. Computations run synchronously, transfers and
+collectives asynchronously; a computation waits for the transfers that it needs. Order, peers, buckets and microbatches
+come from the program, tensors and modules from the captured graph. `session` chooses the sections to run and their
+batches. `Messages` holds activations and gradients between stages.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ from meshwright.spec.instructions import Payload
 # the replicas of such a stage may wait for each other's next gradients, and the number is not bounded.
 _MAX_GRADIENT_SENDS = 4
 
-# By source stage.
+# Received tensors, by source stage.
 Received = dict[int, list[torch.Tensor]]
 
 
 # Values between two stages of the rank are not sent. Received tensors return to the transport after their last use;
 # sent ones are freed as soon as they are known to have arrived.
 class Messages:
-    """Activations and gradients between the stages of a rank and those of others, microbatch by microbatch.
+    """The activations and gradients that the stages of a rank exchange with each other and with other ranks.
 
-    ``layouts`` are those of (source stage, target stage, payload).
+    ``layouts``: shape, strides and dtype of each tensor of a transfer, by (source stage, target stage, payload).
+    ``bound_gradient_sends``: wait for the oldest gradient send if more than four are in flight.
     """
 
     def __init__(
@@ -83,31 +84,31 @@ class Messages:
         self._gradients: defaultdict[tuple[int, int], Received] = defaultdict(dict)
 
     def activations(self, stage: int, microbatch: int) -> Received:
-        """Return the activations that a stage has received of a microbatch."""
+        """Return the activations that a stage has received for a microbatch, by source stage."""
         return self._activations[stage, microbatch]
 
     def gradients(self, stage: int, microbatch: int) -> Received:
-        """Return the gradients that a stage has received of a microbatch."""
+        """Return the gradients that a stage has received for a microbatch, by source stage."""
         return self._gradients[stage, microbatch]
 
     def send_activations(
         self, key: Key, stage: int, target: int, microbatch: int, tensors: Sequence[torch.Tensor], rank: int
     ) -> list[dist.Work]:
-        """Send a stage's outputs for a microbatch to a stage on another rank."""
+        """Start to send a stage's outputs to the stage ``target`` on ``rank``; return the works."""
         self._activation_sends[stage, target, microbatch] = key
         return self._transport.send(tensors, self._layouts[stage, target, "activation"], rank)
 
     def send_gradients(
         self, key: Key, stage: int, target: int, tensors: Sequence[torch.Tensor], rank: int
     ) -> list[dist.Work]:
-        """Send gradients to an earlier stage."""
+        """Start to send gradients to the earlier stage ``target`` on ``rank``; return the works."""
         self._gradient_sends.append(key)
         if self._bound_gradient_sends and len(self._gradient_sends) > _MAX_GRADIENT_SENDS:
             self._pending.wait(self._gradient_sends.popleft())
         return self._transport.send(tensors, self._layouts[stage, target, "gradient"], rank)
 
     def receive(self, stage: int, source: int, microbatch: int, payload: Payload, rank: int) -> list[dist.Work]:
-        """Receive the values that a stage on another rank sends."""
+        """Start to receive the values that the stage ``source`` on ``rank`` sends; return the works."""
         tensors, works = self._transport.receive(self._layouts[source, stage, payload], rank)
         inbox = self._activations if payload == "activation" else self._gradients
         inbox[stage, microbatch][source] = tensors
@@ -118,7 +119,10 @@ class Messages:
         self._activations[target, microbatch][stage] = [value.detach() for value in tensors]
 
     def hand_back(self, stage: int, microbatch: int, gradients: Mapping[int, list[torch.Tensor]]) -> None:
-        """Pass gradients to earlier stages of this rank; values sent to later stages have arrived."""
+        """Pass gradients to earlier stages of this rank, and free the send buffers of a microbatch.
+
+        Its gradients came back, so the activations that the stage sent to later stages have arrived.
+        """
         for source, values in gradients.items():
             if source in self._stages:
                 self._gradients[source, microbatch][stage] = values
@@ -139,11 +143,11 @@ class Messages:
                 self._transport.recycle(tensors)
 
     def forget(self, stage: int, microbatch: int) -> None:
-        """Drop the received values; other stages of this rank to which they were passed still hold them."""
+        """Drop the activations received for a microbatch, without returning their memory to the transport."""
         del self._activations[stage, microbatch]
 
     def settled(self) -> None:
-        """Note that all sends have been waited for."""
+        """Forget all sends, after they have been waited for."""
         self._gradient_sends.clear()
         self._activation_sends.clear()
 
@@ -153,20 +157,21 @@ _Issue = Callable[[], Sequence[Work]]
 
 
 class Output(NamedTuple):
-    """An output of the graph for one microbatch of the global batch of a step, detached."""
+    """An output of the graph for one microbatch: the number of its step, and the detached tensor."""
 
     step: int
     value: torch.Tensor
 
 
-# By tensor id, in the order in which they were made.
+# Outputs by tensor id, in the order in which they were made.
 Outputs = dict[int, list[Output]]
 
 
 class Visit(NamedTuple):
-    """A section at a place: its microbatches and weight versions are offsets to those in its columns.
+    """One run of a section of the program (prologue, body or epilogue); ``place`` numbers these runs in order.
 
-    ``first_step`` is the step whose batch has microbatch 0.
+    ``microbatches_on`` and ``versions_on`` are added to the microbatches and weight versions that the section's
+    instructions name. ``first_step`` is the step whose batch has microbatch 0.
     """
 
     section: SectionName
@@ -189,12 +194,12 @@ class _Bound:
 class Executor:
     """Runs the sections of a program on one rank.
 
-    ``runners`` run the rank's ``stages``, in the same order; values between stages of one rank are not sent.
-    ``layouts`` gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates the
-    stage's parameters and clears their gradients. ``loss_scale`` multiplies each microbatch's loss: 1 / their number
-    for the mean over a step; ``scale`` as well, to keep gradients in the range of float16. ``agreements`` are the
-    agreed numbers by the index of their sum. ``hosting`` does the host's work. `runtime.opening` makes these arguments
-    from a plan; use it unless you bring your own parts.
+    ``rank_programs``: the rank's instructions by section. ``runners`` run the rank's ``stages``, in the same order.
+    ``layouts``: shape, strides and dtype of each tensor of a transfer, by (source stage, target stage, payload).
+    ``optimizer_step(stage)`` updates the stage's parameters and clears their gradients. ``loss_scale`` multiplies each
+    microbatch's loss: 1 / number of microbatches for the mean over a step. ``scale`` multiplies it too, to keep
+    gradients in the range of float16. ``agreements``: the numbers that all ranks sum, by bucket number. ``hosting``
+    runs the offload. `runtime.opening` makes these arguments from a plan.
     """
 
     def __init__(
@@ -250,16 +255,16 @@ class Executor:
         self._made: defaultdict[int, list[Output]] = defaultdict(list)
 
     def feed(self, batch: int, inputs: Mapping[int, Inputs]) -> None:
-        """Add batch number ``batch``: ``inputs[s][m]`` are the graph inputs that stage s reads of its microbatch m."""
+        """Add batch number ``batch``: ``inputs[s][m]`` are the graph inputs that stage s reads for its microbatch m."""
         self._batches[batch] = inputs
 
     def release(self) -> None:
-        """Drop the batches before that of the last forward."""
+        """Drop the batches that are older than the batch of the last forward."""
         for batch in [batch for batch in self._batches if batch < self._reached // self._num_microbatches]:
             del self._batches[batch]
 
     def restart(self) -> None:
-        """Start again with microbatch 0 and version 0, after everything has ended."""
+        """Reset to microbatch 0 and weight version 0, after all instructions have ended."""
         self._batches.clear()
         self._reached = 0
         self._sums.restart()
@@ -267,7 +272,7 @@ class Executor:
             runner.restart()
 
     def begin(self, visit: Visit) -> None:
-        """Enter a section, and issue its instructions that wait for nothing."""
+        """Start a section, and issue its instructions without dependencies."""
         self._visit, self._position = visit, 0
         self._pending.begin(visit.place, visit.section)
         if self._hosting is not None:
@@ -277,7 +282,7 @@ class Executor:
             self._issue(item, issue)
 
     def go_on(self, end: int | None = None) -> bool:
-        """Continue the section, up to a forward of a microbatch from ``end`` on; return whether the section is done."""
+        """Continue the section; return whether it is done. Stops before the forward of microbatch ``end``, if given."""
         saved = read_generator(self._device) if self._draws_random else None
         computations = self._computations[self._visit.section]
         on = self._visit.microbatches_on
@@ -292,17 +297,17 @@ class Executor:
         return self._position == len(computations)
 
     def settle(self, place: int | None = None) -> None:
-        """Wait for everything that was issued, or for all that was issued up to a place."""
+        """Wait for all issued works, or for those of runs of sections up to ``place`` (`Visit.place`)."""
         self._pending.settle(place)
         if place is None:
             self._messages.settled()
 
     def end_step(self) -> None:
-        """Wait for all that was issued, except for works that the next section waits for itself."""
+        """Wait for all issued works, except for those that the next section waits for itself."""
         self._pending.settle(but=self._awaited_late)
         self._messages.settled()
         if self._scale is not None:
-            # A rank that updates nothing moves its scale like the others.
+            # A rank without updates changes its scale as all other ranks do.
             self._scale.skips()
 
     def take_outputs(self) -> Outputs:
@@ -412,7 +417,7 @@ class Executor:
             readiness.complete()
 
     def _before(self, item: IssuedInstruction) -> Sequence[Work] | None:
-        """The works after which a collective is started without blocking; None for most."""
+        """The works after which a collective is started without blocking; None if it starts at once."""
         if not item.behind:
             return None
         return [work for index in item.behind for work in self._pending.works(Key(self._visit.place, index))]

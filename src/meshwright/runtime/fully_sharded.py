@@ -1,20 +1,19 @@
 """Replicas of a stage that shard gradients and parameters (ZeRO 2 and 3): torch's FSDP2, configured by the plan.
 
-Parameters that are gathered together form a unit (`program.sharding.zero`): each becomes a module of its own, which
-holds its parameters; the module of the stage holds those of the root unit. The behaviour that the simulator assumes is
-set here, and not left to torch's defaults:
+Parameters that are all-gathered together form a unit (`program.sharding.zero`). Each unit becomes a module that holds
+its parameters; the module of the stage holds the parameters of the root unit. The behaviour that the simulator assumes
+is set here, and not left to torch's defaults:
 
-    zero 3     units are freed after their forward, and gathered again in the backward, each before the backward of the
-               unit that precedes its own
-    zero 2     units stay until their backward; in both the root unit does
+    zero 3     the parameters of a unit are freed after its forward, and gathered again in the backward, one unit ahead
+    zero 2     the parameters of a unit stay gathered until its backward; the root unit does so with zero 3, too
     sums       gradients are summed over the replicas after each microbatch's backward, and not divided: losses are
                already weighted for the mean
-    hybrid     with a shard size this happens in groups of replicas, on a mesh of two dims; groups sum their members'
-               shards in the last backward before an update (`StageRunner.backward`)
-    types      with master weights, the shards are master weights; parameters are gathered in their own type, and
-               gradients summed in theirs
+    hybrid     with a shard size, parameters are sharded within groups of replicas, on a mesh of two dims; the groups
+               sum their shards of the gradients in the last backward before an update (`StageRunner.backward`)
+    types      with master weights, the shards are master weights; parameters are gathered in the type of the
+               parameters, and gradients summed in the type of the gradients
 
-Parameters of several stages stay whole, and are summed in buckets.
+Parameters that several stages use are not sharded; their gradients are summed in buckets.
 """
 
 from __future__ import annotations
@@ -40,7 +39,10 @@ from meshwright.spec.precision import Numbers
 
 
 def replica_groups(plan: Plan, grid: TeamPosition) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the processes that hold the same stages, by the ranks of the plan. All processes call it together."""
+    """Return the process group of each set of replicas, by the ranks of their stage in the plan.
+
+    All processes call it together.
+    """
     alone = plan.offload.parameters == "host"
     shared = dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1 or alone)
     return {ranks: grid.new_group(ranks) for ranks in shared}
@@ -49,10 +51,10 @@ def replica_groups(plan: Plan, grid: TeamPosition) -> dict[tuple[int, ...], dist
 def replica_meshes(
     plan: Plan, grid: TeamPosition, groups: Mapping[tuple[int, ...], dist.ProcessGroup], device: torch.device
 ) -> dict[tuple[int, ...], DeviceMesh]:
-    """Return the meshes on which this process shards stages, by the ranks of the plan. All processes call it together.
+    """Return the meshes on which this process shards parameters, by the ranks of the stage in the plan.
 
-    ``groups`` as from `replica_groups`. Meshes have one dim; with several groups of replicas that shard, a first dim
-    joins those at the same places.
+    ``groups`` as from `replica_groups`. A mesh has one dim. If parameters are sharded within several groups of
+    replicas (hybrid), its dims are "replicate" and "shard". All processes call it together.
     """
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     with unset_fake_temporarily():
@@ -87,10 +89,11 @@ def share_out(
     numbers: Numbers,
     offload: Offload = ON_DEVICE,
 ) -> Mapping[int, torch.nn.Parameter]:
-    """Shard the parameters of a stage's module except those ``kept``; return, by tensor id, this rank's shards.
+    """Shard the parameters of a stage's module over ``mesh``; return this rank's shards by tensor id.
 
-    ``let_go``: units are freed after their forward (zero 3); ``offload``: where they are between passes, and the
-    master weights. Raises PlanError for parameters that FSDP2 cannot shard.
+    ``kept``: the tensor ids of parameters that stay whole. ``let_go``: the parameters of a unit are freed after its
+    forward (zero 3). ``offload``: where shards and master weights are kept. Raises PlanError for parameters that FSDP2
+    cannot shard.
     """
     assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
     root, units = find_units(graph, stage, set(kept))
@@ -147,13 +150,13 @@ def _fully_shard(
         return fully_shard(module, mesh=mesh, reshard_after_forward=let_go, **options)
     except (ValueError, NotImplementedError) as error:
         raise PlanError(
-            f"The plan shards parameters (ZeRO), and torch's FSDP2 cannot do that for this model: {error} Change "
+            f"The plan shards parameters (ZeRO 2 or 3), but torch's FSDP2 cannot shard this model: {error} Change "
             "the parameter, or plan with --zero 1 or 0."
         ) from None
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this process has, if it is sharded; else the tensor."""
+    """Return this process's shard of a sharded tensor (DTensor); any other tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -169,8 +172,8 @@ def _enclose_unit(
             continue
         if ops[0] < first or ops[1] > last:
             raise PlanError(
-                f"The plan recomputes ops {ops[0]}:{ops[1] + 1}, and gathers the parameters of ops "
-                f"{first}:{last + 1} separately (ZeRO). Recompute whole layers, or parts of one."
+                f"The plan recomputes ops {ops[0]}:{ops[1] + 1} together, but gathers the parameters of ops "
+                f"{first}:{last + 1} separately (ZeRO). Recompute whole layers, or parts of one layer."
             )
         nodes.append(node)
     names = {graph.tensors[i].name for i in unit.parameters}

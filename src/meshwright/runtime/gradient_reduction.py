@@ -1,8 +1,8 @@
-"""Gradient buckets of one rank: collect the gradients of backwards, sum them, let the optimizer read the sums.
+"""Gradient buckets of one rank: flat buffers that collect the gradients, are summed, and are read by the optimizer.
 
-In the first backward of a step each parameter's hook copies its gradient into the bucket's flat buffer (one pass over
-memory, while it is still in the cache); from then on ``.grad`` is a view of it: autograd adds further microbatches
-there, so that gradients are in memory once. In the last backward the mark of a bucket is raised when it is full.
+In the first backward of a step each parameter's hook copies its gradient into the bucket's flat buffer, while the
+gradient is still in the cache. From then on ``.grad`` is a view of the buffer, to which autograd adds the gradients of
+further microbatches, so that gradients are in memory once. In the last backward a bucket is summed when it is full.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from meshwright.runtime.precisions import gradient_type
 
 
 class Exchange(Protocol):
-    """The buckets that a rank sums with others: whole, or in parts (`program.buckets`)."""
+    """The gradient buckets of a rank, each summed over its replicas whole or in parts (`program.buckets`)."""
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """The memory of the buckets."""
+        """The flat tensors of the buckets."""
 
     @property
     def stages(self) -> Mapping[int, Collection[int]]:
-        """By bucket index: the stages whose last backwards fill the bucket."""
+        """By bucket index, the stages whose gradients are in the bucket."""
 
     def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
-        """The last backward of these buckets starts; ``on_ready`` is called with parts when they can be summed."""
+        """Start the last backward that fills these buckets; ``on_ready(part)`` is called when a part can be summed."""
 
     def finish(self) -> None:
-        """End the last backward."""
+        """End the last backward; all parts of its buckets can be summed."""
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """Return the tensor to sum now, in place, for a part."""
+        """Return the tensor of a part of a bucket, to be summed in place."""
 
     def merge(self) -> None:
-        """Merge the oldest sums into the weights."""
+        """Add the oldest summed changes of weights (`opening.WaveExchange`); other exchanges do nothing."""
 
     def restart(self) -> None:
-        """Reset after everything has ended; the current weights are the new start."""
+        """Reset after all instructions have ended; training continues from the current weights."""
 
     def close(self) -> None:
-        """Restore the user's parameters."""
+        """Remove all hooks from the user's parameters."""
 
 
 class BucketBuffer:
-    """One bucket: its flat buffer, padded to a ``multiple`` of elements, and a view per parameter."""
+    """One bucket: the flat buffer ``flat``, padded to a ``multiple`` of elements, and a view of it per parameter."""
 
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], multiple: int = 1) -> None:
         self.index = bucket.index
@@ -70,9 +70,10 @@ class BucketBuffer:
 
 
 class BucketExchange:
-    """Fills the buckets of a rank; they are ready in order, once a bucket and all before it are full.
+    """Fills the buckets of a rank. A bucket can be summed once it and all buckets before it are full.
 
-    On a rank with several stages each has its own buckets; those that stages share are final with the last of them.
+    Each stage of the rank has its own buckets. A bucket with parameters of several stages is final after the last
+    backward of these stages.
     """
 
     def __init__(self, buckets: Sequence[BucketBuffer], parts: Parts) -> None:
@@ -94,21 +95,21 @@ class BucketExchange:
 
     @property
     def filled(self) -> list[BucketBuffer]:
-        """The buckets that this rank fills."""
+        """The buckets of this rank."""
         return self._buckets
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The flat buffers."""
+        """The flat buffers of the buckets."""
         return [item.flat for item in self._buckets]
 
     @property
     def stages(self) -> dict[int, tuple[int, ...]]:
-        """The stages whose parameters are in a bucket, by its index."""
+        """By bucket index, the stages whose gradients are in the bucket."""
         return {item.index: item.stages for item in self._buckets}
 
     def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
-        """The last backward of these buckets starts: their gradients are final from now on."""
+        """Start the last backward that fills these buckets; ``on_ready(part)`` is called when a part can be summed."""
         self._on_ready = on_ready
         self._filling = [item for item in self._buckets if item.index in buckets]
         self._next = 0
@@ -116,7 +117,7 @@ class BucketExchange:
             bucket.missing = len(bucket.parameters)
 
     def finish(self) -> None:
-        """End the last backward: parameters that it did not reach contribute what they have, or zero."""
+        """End the last backward. Parameters that it did not reach contribute the gradient that they have, or zero."""
         for bucket in self._filling[self._next :]:
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not bucket.views[place]:
@@ -126,11 +127,11 @@ class BucketExchange:
         self._filling = []
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """Return the buffer of a part."""
+        """Return the slice of a flat buffer that is this part of a bucket."""
         return self._to_sum[part]
 
     def merge(self) -> None:
-        """Do nothing: gradients are summed where the optimizer reads them."""
+        """Do nothing: gradients are summed in the buffers that the optimizer reads."""
 
     def restart(self) -> None:
         """Do nothing: no state lasts longer than a step."""

@@ -1,4 +1,4 @@
-"""The part of a plan that one process has: its stages' modules, parameters and program, or its shares of them."""
+"""The part of a plan that one process runs (`Holding`): its stages, their modules and parameters, its program."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from meshwright.spec import Graph, Placement, Plan, Program, StageSlice, slice_s
 
 
 class Holding(NamedTuple):
-    """A process's part of a plan: its ``stages`` of ``all_stages``, their instructions, and their modules.
+    """The part of a plan that one process runs.
 
-    ``parameters`` are those of the modules by tensor id; ``cut`` are those before replicas sharded them.
-    ``sync_buffers`` makes the buffers of replicas equal before a step.
+    ``stages`` are its stages among ``all_stages``, and ``modules`` one module for each. ``arranged``: its instructions
+    by section. ``parameters``: the parameters of the modules by tensor id, sharded under ZeRO 2 and 3; ``cut``: the
+    same before replicas sharded them. ``sync_buffers`` makes the buffers of replicas equal before a step.
     """
 
     model: Model
@@ -40,18 +41,24 @@ class Holding(NamedTuple):
 
     @property
     def plan(self) -> Plan | Placement:
-        """The plan as this process follows it."""
+        """The plan of this process, without tensor, context and expert parallelism (`local_models.Model.plan`)."""
         return self.model.plan
 
     def replaced(self, updated: Mapping[int, torch.nn.Parameter]) -> dict[int, torch.Tensor | None]:
-        """By the id of a user's parameter, the tensor that is updated instead; None if other processes update it."""
+        """Return, by ``id()`` of a user's parameter, the tensor that the optimizer updates in its place.
+
+        ``updated``: the optimizer's tensors by tensor id. None for a parameter that only other processes update.
+        """
         last = {id(given): updated.get(i) for i, given in self.cut.items() if updated.get(i) is not given}
         first = {user: last.get(id(own), own) for user, own in self.model.replaced.items()}
         return {**last, **first}
 
 
 def take_holding(captured: Captured, plan: Plan | Placement, grid: TeamPosition, device: torch.device) -> Holding:
-    """Cut out this process's part. Raises PlanError if it cannot be run. All processes call it together."""
+    """Cut this process's part out of the captured model. All processes call it together.
+
+    Raises PlanError if the plan cannot be run.
+    """
     model = make_model(captured, plan, grid, device)
     program = build_program(plan, captured.graph) if isinstance(plan, Plan) else build_placed_program(plan, model.graph)
     if model.graph.compiled and program.splits_backwards:
@@ -124,7 +131,7 @@ def _join_replicas(
 
 
 def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgram]:
-    """Return the instructions of a rank in each section of a program."""
+    """Return the instructions of a rank by section: prologue, body and epilogue, or the body alone."""
     names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
     return {name: arrange_rank(program, getattr(program, name), rank) for name in names}
 

@@ -1,4 +1,4 @@
-"""The model of a process as the runtime uses it, with whole ops or with sharded ones (`make_model`); `replace_held`."""
+"""The model of one process, with whole or sharded ops (`make_model`), and `replace_held` for its tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.spec import Graph, Placement, Plan, StageSlice
 
 
 def replace_held(modules: Iterable[torch.nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace parameters and buffers, each once, by the results of ``change``.
+    """Replace each parameter and buffer of the modules by ``change(tensor)``, called once per tensor.
 
     A tensor that several modules hold stays one tensor. A parameter's substitute becomes a parameter with the same
     ``requires_grad``.
@@ -41,18 +41,20 @@ def replace_held(modules: Iterable[torch.nn.Module], change: Callable[[torch.Ten
 
 
 class Model(Protocol):
-    """The computations of a process on its device; ``plan`` and ``graph`` are its own, ``whole`` is the full graph.
+    """The computations of one process on its device.
 
-    Tensors of the whole graph have the same ids in both.
+    ``graph`` is the local graph of the process, ``whole`` the graph of all processes together; tensors of ``whole``
+    have the same ids in both. A team is the group of processes that split the ops of a stage (tensor, context and
+    expert parallel).
     """
 
     @property
     def plan(self) -> Plan | Placement:
-        """The plan as this process follows it, without splits."""
+        """The plan for the local graph, without tensor, context and expert parallelism."""
 
     @property
     def graph(self) -> Graph:
-        """The graph of this process."""
+        """The local graph of this process."""
 
     @property
     def whole(self) -> Graph:
@@ -60,39 +62,42 @@ class Model(Protocol):
 
     @property
     def compilation(self) -> Compilation:
-        """The state of the compiled layers."""
+        """The state of the layers that torch compiles."""
 
     @property
     def loss_share(self) -> float:
-        """The factor for each process's loss, so that those of a team add up to the loss."""
+        """The factor for this process's loss, so that the losses of a team's processes add up to the loss."""
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
-        """By the id of a user's parameter, the shard that replaces it here."""
+        """By ``id()`` of a user's parameter, the shard that replaces it on this process."""
 
     def eager(self) -> Self:
-        """Return the model with eager layers, for backwards in two parts."""
+        """Return the same model without torch.compile, for schedules with split backwards."""
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """Return a module that computes ``fetches`` from ``feeds`` by some ops."""
+        """Return a module that computes the tensors ``fetches`` from the tensors ``feeds`` by the given ops."""
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """Return a module that computes tensors from all inputs of the graph, run for shapes and strides alone."""
+        """Return a module that computes ``fetches`` from all graph inputs; it is run with fake tensors, for strides."""
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
-        """Return this process's part of a graph input for one microbatch."""
+        """Return this process's shard of ``value``, a graph input for one microbatch with this tensor id."""
 
     def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Sum, before an update, the gradients (by parameter) of which each process of the team has a part."""
+        """Sum over the team, before an update, the gradients of which each process holds only a partial sum.
+
+        ``gradients``: by tensor id; other gradients are left alone.
+        """
 
     def is_split(self, tensor: int) -> bool:
-        """Return whether the processes of a team have different parts of a tensor."""
+        """Return whether a tensor is sharded over the processes of a team."""
 
     def alike(self, tensor: int) -> int:
-        """Return the number of processes of a team that have the same part of a tensor."""
+        """Return the number of processes of a team that hold the same shard of a tensor."""
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
-        """Return the whole tensor from the parts of a team's processes."""
+        """Return the whole tensor; ``shares`` are the shards of the team's processes in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,41 +118,41 @@ class WholeModel:
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
-        """Empty: parameters are the user's own."""
+        """Empty: no parameter is replaced by a shard."""
         return {}
 
     def eager(self) -> Self:
-        """Return the model with eager layers."""
+        """Return the same model without torch.compile."""
         return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """Return a part of the captured model."""
+        """Return the module of these ops of the captured model, with recompute and compiled layers."""
         size = self.plan.microbatch_size
         made = part(self.captured, feeds, fetches, batch_size=size, ops=ops, device=self.device)
         return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """Return the part that computes ``fetches``."""
+        """Return the part of the captured model that computes ``fetches`` from all graph inputs."""
         size = self.plan.microbatch_size
         return part(self.captured, self.graph.inputs, fetches, batch_size=size, device=self.device)
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:  # noqa: ARG002 - nothing is split
-        """Return the input as it is: nothing is split."""
+        """Return the input unchanged: ops are not split."""
         return value
 
     def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Do nothing: gradients are whole."""
+        """Do nothing: each process holds whole gradients."""
 
     def is_split(self, tensor: int) -> bool:  # noqa: ARG002 - nothing is split
-        """Return False: nothing is split."""
+        """Return False: ops are not split."""
         return False
 
     def alike(self, tensor: int) -> int:  # noqa: ARG002 - nothing is split
-        """Return 1: no other process of the team has the tensor."""
+        """Return 1: the team has one process."""
         return 1
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:  # noqa: ARG002 - one of its kind
-        """Return the only share, which is the whole tensor."""
+        """Return the only shard, which is the whole tensor."""
         return shares[0]
 
 

@@ -1,12 +1,14 @@
-"""Builds a session from a plan (or a placement) and a captured model (`open_session`): all parts of a rank.
+"""Build the session of one rank from a plan (or a placement) and a captured model (`open_session`).
 
-These are the program that the simulator would also read, this rank's stages cut from the graph, their parameters on the
-device, the process groups, the buckets, the updates, and the executor. `WaveExchange` sums changes of weights by waves.
+It makes the program (the same that the simulator reads), the modules of this rank's stages, their parameters on the
+device, the process groups, the gradient buckets, the optimizer updates, and the executor. `WaveExchange` sums the
+changes of weights under the asynchronous schedule with virtual workers.
 
-A placement must keep together the ops that write to the same memory (`check_placed_writes`). The planner uses names
-(`planner.placing.op_tasks`), as a graph does not list the writes of an op. A captured model does
-(`capture.call_facts`): all ops that use written memory, up to its last write, must be in one stage; for state, also
-those after it. A placement that breaks this rule would compute other numbers than one process, so it is refused.
+A placement must keep ops that write to the same memory in one stage (`check_placed_writes`). The planner recognises
+such ops by their names (`planner.placing.op_tasks`), as a graph does not list the writes of an op. A captured model
+lists them (`capture.call_facts`): all ops that use written memory, up to its last write, must be in one stage; for
+parameters, buffers, inputs and constants also the ops after it. A placement that breaks this rule would compute other
+numbers than one process, so it is refused.
 """
 
 from __future__ import annotations
@@ -120,19 +122,19 @@ class _WaveBucket:
         self.begun = self.flatten()
 
 
-# In virtual workers, the changes of a stage's replicas in a wave of minibatches are summed, and merged later. Each
-# replica updates weights of its own. At the end of a wave, d = w - w', with w' the weights at its start, is its change;
-# the sum over the replicas less its own d is the change of the others. A merge adds the latter to the weights
-# (`program.schedules.asynchronous`; Park et al., HetPipe, ATC 2020).
+# Under virtual workers each replica of a stage updates its own weights. The changes of the replicas in a wave of
+# minibatches are summed, and merged later. The change of a replica is d = w - w' at the end of a wave, with w' the
+# weights at its start. The sum over all replicas minus its own d is the change of the others, which a merge adds to the
+# weights (`program.schedules.asynchronous`; Park et al., HetPipe, ATC 2020).
 class WaveExchange:
-    """The buckets of a rank whose updates are summed by waves."""
+    """The buckets of a rank whose changes of weights, not gradients, are summed after each wave of minibatches."""
 
     def __init__(self, buckets: Sequence[tuple[Bucket, Sequence[torch.nn.Parameter]]]) -> None:
         self._buckets = {bucket.index: _WaveBucket(bucket, parameters) for bucket, parameters in buckets}
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The weights at the start of the wave."""
+        """The weights of the buckets at the start of the current wave, as flat tensors."""
         return [bucket.begun for bucket in self._buckets.values()]
 
     @property
@@ -147,22 +149,25 @@ class WaveExchange:
         """Do nothing: no gradients are summed."""
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """End the wave: the change of this replica, to be summed over all in place. Buckets are not cut."""
+        """End the wave; return this replica's change of the bucket's weights, to be summed over all replicas in place.
+
+        ``part`` is the index of the bucket, as buckets are not cut into parts.
+        """
         return self._buckets[part].end_wave()
 
     def merge(self) -> None:
-        """Add the changes of the others in the oldest wave that was summed."""
+        """Add the other replicas' changes of the oldest summed wave to the weights."""
         for bucket in self._buckets.values():
             bucket.merge()
 
     def restart(self) -> None:
-        """Drop the waves that were not merged."""
+        """Drop the waves that were not merged; the current weights are the start of the next wave."""
         for bucket in self._buckets.values():
             bucket.waves.clear()
             bucket.begun = bucket.flatten()
 
     def close(self) -> None:
-        """Do nothing: parameters have no hooks."""
+        """Do nothing: this exchange has no hooks."""
 
 
 def open_session(
@@ -177,15 +182,17 @@ def open_session(
     events: EventSink | None = None,
     offload_folder: Path | None = None,
 ) -> Session:
-    """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
+    """Return a session in which this rank can execute ``plan``. All ranks of the process group call it together.
 
-    ``optimizer`` is one over the model's parameters, or a function that makes one from those of the rank's stages.
-    ``repair`` is the remedy for stale gradients, ``clip_norm`` the largest norm of all gradients together, ``device``
-    the device to compute on; by default it is that of the plan's cluster, and the process group is joined. ``events``
-    receives the progress of compiling. ``offload_folder`` is the folder for states on drives, by default that of
-    temporary files. A plan in ``mixed`` or ``bfloat16`` is for the graph of the cast model (`training.precision`).
-    Raises PlanError if the plan does not match the graph, these arguments or the number of processes, if it splits ops
-    that cannot be sharded, or separates ops that write to the same memory.
+    ``optimizer``: an optimizer over the model's parameters, or a function that makes one from the parameters of the
+    rank's stages. ``run_seed``: the seed of random ops (`random_state`). ``repair``: the remedy for stale gradients of
+    an asynchronous plan. ``clip_norm``: the largest norm of all gradients together (None: no clipping). ``device``: the
+    device to compute on; by default that of the plan's cluster, and the process group is joined. ``events`` receives
+    the progress of compiling. ``offload_folder``: the folder for states on drives, by default that of temporary files.
+    A plan in ``mixed`` or ``bfloat16`` is for the graph of the cast model (`training.precision`). Raises PlanError if
+    the plan does not match the graph, these arguments or the number of processes, if it splits ops that cannot be
+    sharded, or separates ops that write to the same memory. Raises RunError if a host lacks GPUs
+    or memory, or if ranks run different versions.
     """
     check_repair(plan, repair)
     plan = with_clipping(plan, clip_norm)
@@ -319,8 +326,8 @@ def _shorten(plan: Plan | Placement, count: int) -> Plan:
     advice = f"Give batches of {plan.workload.global_batch} samples only (DataLoader: drop_last=True)."
     if isinstance(plan, Placement) or plan.is_asynchronous or any(stage.shares for stage in plan.stages):
         raise PlanError(
-            f"A batch of {count} microbatches was given; expected the {whole} of the plan: placements, asynchronous "
-            f"schedules and unequal shares have no shorter steps. {advice}"
+            f"A batch of {count} microbatches was given; expected {whole}, as planned: placements, asynchronous "
+            f"schedules and unequal shares cannot run shorter batches. {advice}"
         )
     size = plan.workload.global_batch // whole
     try:
@@ -416,13 +423,15 @@ def _make_parts(share: Holding, ahead: Mapping[int, int]) -> tuple[Part, ...]:
         if stage.index in doing[BackwardInput]:
             if any(isinstance(item, RecomputedRange) for item in module.modules()):
                 raise PlanError(
-                    "The plan recomputes parts under a schedule with backwards in two parts, each of which would "
-                    "recompute them; such a plan can only be simulated. Choose 1f1b, or recompute nothing."
+                    "The plan recomputes layers under a schedule with split backwards (input and weight gradients "
+                    "apart), both of which would recompute them; such a plan can only be simulated. Choose 1f1b, or "
+                    "recompute nothing."
                 )
             if isinstance(module, FSDPModule):
                 raise PlanError(
-                    "The plan shards gradients (ZeRO 2 or 3) under a schedule with backwards in two parts, which "
-                    "FSDP2 does not support; such a plan can only be simulated. Choose 1f1b, or --zero 1 or 0."
+                    "The plan shards gradients (ZeRO 2 or 3) under a schedule with split backwards (input and weight "
+                    "gradients apart), which FSDP2 does not support; such a plan can only be simulated. Choose 1f1b, "
+                    "or --zero 1 or 0."
                 )
             found.append(SplitPart(module))
         elif stage.index in doing[Stash]:

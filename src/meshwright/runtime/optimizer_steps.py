@@ -1,9 +1,9 @@
 """Steps of optimizers: sharded states (ZeRO 1), repairs of staleness (`Repair`), loss scaling, and gradient clipping.
 
-`ShardedBuckets`: each replica updates its part of every bucket. The parameters of a bucket are in one flat buffer,
-padded to equal parts, as their gradients are. Gradients are reduce-scattered, the optimizer updates the pieces of
-parameters in its own part, and the parts are all-gathered while the next step starts. An update must treat each element
-by itself: the optimizer is tested for that (`check_elementwise`).
+`ShardedBuckets`: each replica updates its shard of every bucket. The parameters of a bucket and their gradients are in
+flat buffers, padded to shards of equal size. Gradients are reduce-scattered, the optimizer updates the slices of
+parameters in its own shard, and the shards are all-gathered while the next step starts. An update must treat each
+element by itself: the optimizer is tested for that (`check_elementwise`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ REPAIRS: tuple[RepairKind, ...] = get_args(RepairKind)
 # (1910.05124, section 3.1).
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """The optional repair of staleness; ``fade_updates`` is for a discount, 0 if it does not fade."""
+    """A remedy for stale gradients of an asynchronous plan: ``predict`` weights, or ``discount`` the learning rate.
+
+    ``fade_updates``: the number of updates in which a discount fades; 0 if it does not fade.
+    """
 
     kind: RepairKind
     fade_updates: int = 0
@@ -60,12 +63,12 @@ class Repair:
             )
         if self.fade_updates < 0 or (self.fade_updates and self.kind != "discount"):
             raise PlanError(
-                f"{self.fade_updates} updates until the repair {self.kind} has faded were given; expected 0 or more "
-                "for a discount, and 0 for others."
+                f"fade_updates (--repair-fade) is {self.fade_updates} for the repair '{self.kind}'; expected 0 or "
+                "more for the repair 'discount', and 0 for 'predict'."
             )
 
     def rate(self, staleness: int, num_updates: int) -> float:
-        """Return the factor of the learning rate after ``num_updates`` updates."""
+        """Return the factor (0..1] of the learning rate after ``num_updates`` updates, for a staleness in updates."""
         if self.kind != "discount" or staleness <= 1:
             return 1.0
         faded = min(num_updates / self.fade_updates, 1.0) if self.fade_updates else 0.0
@@ -77,12 +80,13 @@ def check_repair(plan: Plan | Placement, repair: Repair | None) -> None:
     if repair is not None and not (isinstance(plan, Plan) and plan.is_asynchronous):
         what = f"the schedule {plan.schedule}" if isinstance(plan, Plan) else "a placement"
         raise PlanError(
-            f"The repair {repair.kind} was given for {what}, which is synchronous: no gradient is stale. Leave it out."
+            f"The repair {repair.kind} was given for {what}, which is synchronous: no gradient is stale. Leave the "
+            "repair out."
         )
 
 
 def find_staleness(body: RankProgram) -> dict[int, int]:
-    """Return, by stage, the largest number of updates between reading the weights of a gradient and applying it."""
+    """Return, by stage, its staleness: the most updates between reading the weights for a gradient and applying it."""
     found: dict[int, int] = {}
     used: dict[int, list[int]] = {}
     for item in body.computations:
@@ -105,10 +109,11 @@ _START, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
 # ranks (`program.gradient_exchange`) sums these flags. If any is set, all ranks skip the step and halve the scale;
 # after 2,000 steps in a row it is doubled (defaults of torch.amp.GradScaler).
 class LossScale(AgreedNumber):
-    """The scale of a run, and per step the number of ranks with a gradient that is not finite.
+    """The factor of the losses (dynamic loss scaling), lowered when a gradient on any rank is not finite.
 
-    Arguments as in `AgreedNumber`. ``unscales``: gradients are divided by the scale here; otherwise the updater
-    multiplies them by the ``inverse``.
+    The agreed number is the count of ranks with such a gradient. ``value`` is the current scale. ``unscales``:
+    gradients are divided by the scale here; otherwise `HostSteps` multiplies them by ``inverse``. Other arguments as
+    in `AgreedNumber`.
     """
 
     def __init__(
@@ -146,9 +151,9 @@ class LossScale(AgreedNumber):
         self._is_open = True
 
     def skips(self) -> bool:
-        """Return whether the step is skipped; available after `begin` and its works.
+        """Return whether the step is skipped because a gradient is not finite. Call it after the works of `begin`.
 
-        A step's first call updates the scale.
+        The first call in a step updates the scale.
         """
         if self._is_open:
             self._is_open = False
@@ -162,11 +167,11 @@ class LossScale(AgreedNumber):
         return self._skips
 
     def state(self) -> dict[str, float]:
-        """Return the scale, and the number of steps since it changed."""
+        """Return the scale (``value``), and the number of good steps since it changed (``num_good``)."""
         return {"value": self.value, "num_good": self._num_good}
 
     def take_state(self, state: Mapping[str, float]) -> None:
-        """Continue from a `state`."""
+        """Restore a `state`."""
         self.value, self._num_good = float(state["value"]), int(state["num_good"])
 
 
@@ -175,28 +180,28 @@ _EPSILON = 1e-6
 
 
 def with_clipping(plan: Plan | Placement, max_norm: float | None) -> Plan | Placement:
-    """Return the plan in which ranks agree on the norm of all gradients, if these are to be clipped.
+    """Return the plan with gradient clipping to ``max_norm``; the same plan if ``max_norm`` is None.
 
-    Raises PlanError for a norm that is not positive, for a missing norm, and for a plan that cannot clip.
+    Raises PlanError for a norm that is not positive, for a plan that clips without a norm, and for a placement.
     """
     if max_norm is None:
         if isinstance(plan, Plan) and plan.exchange.clip_norm:
-            raise PlanError("The plan clips gradients, but no norm was given. Give one: --clip-norm 1.0.")
+            raise PlanError("The plan clips gradients, but no norm was given. Give it, for example --clip-norm 1.0.")
         return plan
     if not max_norm > 0:
-        raise PlanError(f"A norm of {max_norm} to clip gradients was given; expected more than 0.")
+        raise PlanError(f"The norm for gradient clipping (--clip-norm) is {max_norm}; expected more than 0.")
     if isinstance(plan, Placement):
-        raise PlanError("Gradients cannot be clipped under a placement yet. Leave the norm out, or plan by layers.")
+        raise PlanError("Gradients cannot be clipped under a placement yet. Leave --clip-norm out, or plan by layers.")
     return replace(plan, exchange=replace(plan.exchange, clip_norm=True))
 
 
 def count_holders(
     stages: Sequence[StageSlice], plan: Plan | Placement, alike: Callable[[int], int], shared_out: Collection[int]
 ) -> dict[int, int]:
-    """Return, by parameter, the number of processes that hold a copy of it, or of the same shard.
+    """Return, by tensor id of a parameter, the number of processes that hold a copy of it, or of the same shard.
 
-    ``alike`` counts the processes of a team. Parameters in ``shared_out`` are sharded over a group of replicas, so only
-    one replica of each group holds the same shard.
+    ``alike(i)``: how many processes of a team hold the same shard. Parameters in ``shared_out`` are sharded over a
+    group of replicas, so that only one replica of each group holds the same shard.
     """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for stage in stages:
@@ -217,10 +222,11 @@ def _num_groups(plan: Plan | Placement, num_replicas: int) -> int:
 # (`program.gradient_exchange`) sums them before the first update. All updates of the step are then multiplied by
 # max_norm / (norm + 1e-6), at most 1, as in torch's clip_grad_norm_.
 class NormClip(AgreedNumber):
-    """The squared norm of a step's gradients; other arguments as in `AgreedNumber`.
+    """Gradient clipping: the agreed number is the squared norm of all gradients of a step.
 
-    ``holders``: by tensor id, the number of processes that hold a copy of a parameter (or of the same shard).
-    ``inverse()`` is the factor by which gradients are still to be multiplied before they are clipped.
+    ``max_norm``: the norm to clip to. ``holders``: by tensor id, the number of processes that hold a copy of a
+    parameter (or of the same shard). ``inverse()``: the factor by which gradients are multiplied before clipping, to
+    undo the loss scale. Other arguments as in `AgreedNumber`.
     """
 
     def __init__(
@@ -245,15 +251,16 @@ class NormClip(AgreedNumber):
                 self._total += share * own_part(parameter.grad).double().square().sum()
 
     def coefficient(self) -> torch.Tensor:
-        """Return the factor for gradients, available after `begin` and its works."""
+        """Return the factor for all gradients, at most 1. Call it after the works of `begin`."""
         norm = self._total[0].sqrt() * self._inverse()
         return (self._max_norm / (norm + _EPSILON)).clamp(max=1.0)
 
 
 class ShardedBucket(BucketBuffer):
-    """A bucket of which this rank has the part at a ``place`` among ``count``.
+    """A bucket of which this rank updates shard number ``place`` of ``count``.
 
-    ``pieces`` are the parts of its parameters in that, by tensor id; ``values`` is the flat buffer of all.
+    ``values``: the flat buffer of all its parameters. ``own_values`` and ``own_gradients``: this rank's shard.
+    ``pieces``: by tensor id, the slices of parameters in the shard, as parameters for the optimizer.
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], place: int, count: int) -> None:
@@ -279,7 +286,7 @@ class ShardedBucket(BucketBuffer):
                 self._gradients[tensor] = self.own_gradients[own.start : own.stop]
 
     def scatter(self, group: dist.ProcessGroup | None) -> dist.Work | None:
-        """Reduce-scatter the gradients over the group."""
+        """Start to reduce-scatter the gradients over the group; return the work."""
         # A parameter without a gradient has none on any replica.
         absent = {i for i, parameter in zip(self.tensors, self.parameters, strict=True) if parameter.grad is None}
         for tensor, piece in self.pieces.items():
@@ -287,7 +294,7 @@ class ShardedBucket(BucketBuffer):
         return reduce_scatter_single(self.own_gradients, self.flat, group=group, async_op=True)
 
     def gather(self, group: dist.ProcessGroup | None) -> dist.Work | None:
-        """All-gather the updated parts; gradients are no longer needed."""
+        """Start to all-gather the updated shards; return the work. Drops the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
         # Not every backend can gather into the memory that it sends.
@@ -296,18 +303,18 @@ class ShardedBucket(BucketBuffer):
 
 
 class ShardedBuckets(BucketExchange):
-    """Buckets of which this rank updates only its shard."""
+    """Buckets of which this rank updates only its shard (ZeRO 1)."""
 
     def __init__(self, buckets: Sequence[ShardedBucket], parts: Parts) -> None:
         super().__init__(buckets, parts)
         self.sharded = {bucket.index: bucket for bucket in buckets}
 
     def to_sum(self, part: int) -> torch.Tensor:
-        """Return the tensor that groups of replicas sum with each other: this process's part of a bucket."""
+        """Return this process's shard of a bucket's gradients, which groups of replicas sum with each other."""
         return self.sharded[part].own_gradients
 
     def pieces(self, parameters: dict[int, torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
-        """Return what a rank updates of its parameters, by tensor id: its pieces, and parameters in no bucket."""
+        """Return the tensors that this rank updates, by tensor id: its slices of parameters, and those in no bucket."""
         shared = {id(parameter) for bucket in self.sharded.values() for parameter in bucket.parameters}
         own = {tensor: parameter for tensor, parameter in parameters.items() if id(parameter) not in shared}
         for bucket in self.sharded.values():
@@ -316,7 +323,7 @@ class ShardedBuckets(BucketExchange):
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise PlanError if an optimizer updates a tensor differently than its pieces, tested on small tensors."""
+    """Raise PlanError if an optimizer updates slices of a tensor differently than the tensor, tested on small ones."""
     if optimizer is not None:
         # In a dry run, too, the test uses real tensors.
         with unset_fake_temporarily():
@@ -342,14 +349,14 @@ def _try_pieces(optimizer: torch.optim.Optimizer) -> None:
                 item.step()
     except Exception as error:
         raise PlanError(
-            f"The plan shards the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
-            f"{name} failed on such pieces: {error} Choose another optimizer, or plan with --zero 0."
+            f"The plan shards optimizer states (--zero 1), so that the optimizer updates slices of parameters; "
+            f"{name} failed on such slices: {error} Choose another optimizer, or plan with --zero 0."
         ) from None
     if not torch.allclose(
         torch.cat([piece.detach() for piece in pieces]), whole.detach().flatten(), rtol=1e-9, atol=0.0
     ):
         raise PlanError(
-            f"The plan shards the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
-            f"{name} updates a tensor differently than its pieces. Choose an optimizer that treats each element by "
-            "itself, such as AdamW, or plan with --zero 0."
+            f"The plan shards optimizer states (--zero 1), so that the optimizer updates slices of parameters; "
+            f"{name} updates slices of a tensor differently than the tensor. Choose an optimizer that treats each "
+            "element by itself, such as AdamW, or plan with --zero 0."
         )

@@ -1,7 +1,7 @@
 """The cost of the executor itself: seconds of the host per instruction, for a stage with almost no computation.
 
-The stage adds two numbers; a step is many forwards and backwards of it on a single rank, so the figure includes the
-executor's loop, the tape and torch's call into autograd, but no transfer (those are measured with the transfers).
+The stage adds two numbers. A step is many forwards and backwards of this stage on one rank, so the figure includes the
+executor's loop and torch's call into autograd, but no transfer (their host time is measured with the transfers).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from meshwright.spec import Extent, Graph, Layer, Op, Plan, StagePlan, Tensor, W
 
 
 def measure_overhead(num_microbatches: int = 64, repeats: int = 15) -> float:
-    """Median seconds per instruction over ``repeats`` steps of ``2 * num_microbatches + 1`` instructions."""
+    """Return the median seconds per instruction over ``repeats`` steps.
+
+    A step has ``2 * num_microbatches + 1`` instructions.
+    """
     steps = FlushingSteps(_tiny_executor(num_microbatches))
     inputs = [[torch.ones(1, 1)] for _ in range(num_microbatches)]
     seconds = []

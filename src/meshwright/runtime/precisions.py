@@ -1,9 +1,9 @@
-"""The types of a plan's precision in the runtime: gradients, and master weights.
+"""Apply a plan's precision: types of gradients, TF32, and master weights.
 
-    gradients   a parameter's ``grad_dtype`` is the type in which autograd makes and accumulates its gradient
-    products    of float32 matrices use TF32 or not, as the precision says, while a step runs (`multiplying`)
-    masters     for a parameter of two bytes per element the optimizer updates a float32 copy; it reads the gradient
-                as summed, and its result is copied back into the parameter (Megatron-LM:
+    gradients   autograd makes and accumulates the gradient of a parameter in its ``grad_dtype``
+    products    of float32 matrices use TF32 if the precision says so, while a step runs (`multiplying`)
+    masters     for a parameter of two bytes per element the optimizer updates a float32 copy; it reads the summed
+                gradient, and its result is copied back into the parameter (Megatron-LM:
                 optimizer/optimizer.py, Float16OptimizerWithFloat16Params)
 
 Masters start as exact copies of the parameters. Under ZeRO 2 and 3 the float32 shards of the weights are the masters
@@ -24,7 +24,7 @@ from meshwright.spec.precision import SIMULATED_ONLY, Numbers
 
 
 def check_precision(plan: Plan | Placement, device: torch.device | None = None) -> None:
-    """Raise PlanError for a precision that cannot be run under this plan, or that the GPU does not support."""
+    """Raise PlanError if this plan cannot run in its precision, or if the GPU does not support it."""
     numbers, training = plan.workload.numbers, plan.workload.kind == "training"
     if plan.workload.precision in SIMULATED_ONLY:
         raise PlanError(
@@ -38,7 +38,7 @@ def check_precision(plan: Plan | Placement, device: torch.device | None = None) 
         )
     if training and numbers.master and isinstance(plan, Plan) and plan.schedule == WAVES:
         raise PlanError(
-            f"The schedule {WAVES} sums the changes of weights, but {plan.workload.precision} has two copies of them; "
+            f"The schedule {WAVES} sums changes of weights, but {plan.workload.precision} keeps two copies of them; "
             "such a plan can only be simulated. Plan with --precision amp, bfloat16 or float32."
         )
     if "bfloat16" not in (numbers.values, numbers.autocast) or device is None or device.type != "cuda":
@@ -52,13 +52,13 @@ def check_precision(plan: Plan | Placement, device: torch.device | None = None) 
 
 
 def autocast_type(plan: Plan | Placement) -> torch.dtype | None:
-    """Return the type that forwards are cast to by torch's autocast."""
+    """Return the type of torch's autocast in forwards; None if the plan's precision uses no autocast."""
     return _dtype(plan.workload.numbers.autocast)
 
 
 @contextmanager
 def multiplying(numbers: Numbers) -> Iterator[None]:
-    """Set, inside of the context, how GPUs multiply float32 matrices, as the precision says.
+    """Set in the block whether GPUs multiply float32 matrices in TF32, as the precision says.
 
     Convolutions and recurrent layers keep the process's setting for cuDNN, by default TF32.
     """
@@ -75,9 +75,9 @@ def multiplying(numbers: Numbers) -> Iterator[None]:
 
 
 def set_gradient_types(parameters: Mapping[int, torch.nn.Parameter], numbers: Numbers) -> None:
-    """Let autograd make the gradients of parameters in the type of the precision.
+    """Set the type of the parameters' gradients, as the precision says.
 
-    Raises PlanError for a version of torch that does not support it.
+    Raises PlanError if this version of torch does not support gradients of another type.
     """
     for parameter in parameters.values():
         if parameter.requires_grad and parameter.dtype is _dtype(numbers.values) and not isinstance(parameter, DTensor):
@@ -85,13 +85,14 @@ def set_gradient_types(parameters: Mapping[int, torch.nn.Parameter], numbers: Nu
 
 
 def set_gradient_type(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Let a tensor have gradients of another type than its own. Raises PlanError if torch does not support it."""
+    """Set the type of a tensor's gradient (None: no change). Raises PlanError if torch does not support it."""
     if dtype is None or dtype is gradient_type(parameter):
         return
     if not hasattr(parameter, "grad_dtype"):
         raise PlanError(
             f"torch {torch.__version__} accumulates gradients only in the type of their parameters; the plan has "
-            f"{parameter.dtype} and {dtype}. Install torch 2.13, or plan with --grad-dtype bfloat16."
+            f"parameters in {parameter.dtype} and gradients in {dtype}. Install torch 2.13, or plan with "
+            "--grad-dtype bfloat16."
         )
     parameter.grad_dtype = dtype
 
@@ -102,7 +103,11 @@ def gradient_type(parameter: torch.Tensor) -> torch.dtype:
 
 
 class Masters:
-    """Float32 master weights, by tensor id; ``updated``: the optimizer's tensors, masters or the parameters."""
+    """The float32 master weights of a rank.
+
+    ``masters``: by tensor id. ``updated``: the tensors that the optimizer updates, by tensor id: master weights where
+    there are any, else the parameters.
+    """
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter], numbers: Numbers) -> None:
         self.updated = dict(parameters)
@@ -116,7 +121,10 @@ class Masters:
 
     @contextmanager
     def stepping(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """Give masters the gradients of their parameters, for an optimizer step; afterwards copy masters back."""
+        """Run the block as an optimizer step on master weights.
+
+        Gradients are copied to the masters before, and the masters to ``parameters`` after the block.
+        """
         pairs = [(item, self._of[id(item)]) for item in parameters if item.grad is not None and id(item) in self._of]
         for parameter, master in pairs:
             assert parameter.grad is not None, "others were left out"
@@ -129,11 +137,11 @@ class Masters:
             master.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the masters by tensor id."""
+        """Return the master weights by tensor id (as text)."""
         return {str(tensor): master.detach() for tensor, master in self.masters.items()}
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from a `state`."""
+        """Restore a `state`."""
         with torch.no_grad():
             for tensor, master in self.masters.items():
                 master.copy_(state[str(tensor)])

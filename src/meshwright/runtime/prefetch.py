@@ -1,4 +1,4 @@
-"""Prefetched inputs of microbatches: a stage that needs one waits until it is loaded."""
+"""Prefetched inputs of microbatches: a stage waits for a microbatch only when it reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Prefetched(NamedTuple):
-    """Tensors of a microbatch (graph inputs in order), and the span of their loading, by this process's clock."""
+    """The graph inputs of a microbatch in order, and start and end of their loading (ns of `time.perf_counter_ns`)."""
 
     tensors: tuple[torch.Tensor, ...]
     start_ns: int
@@ -18,21 +18,27 @@ class Prefetched(NamedTuple):
 
 
 class Loading:
-    """A microbatch that can be awaited like a transfer; ``span`` is when it was loaded, once it is."""
+    """A microbatch being loaded, to wait for like a transfer.
+
+    ``span``: start and end of its loading in ns, None until `wait` returned.
+    """
 
     def __init__(self, wait: Callable[[], Prefetched]) -> None:
         self._wait = wait
         self.span: tuple[int, int] | None = None
 
     def wait(self) -> None:
-        """Return when it is loaded."""
+        """Wait until the microbatch is loaded."""
         made = self._wait()
         self.span = made.start_ns, made.end_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Coming(Sequence[Sequence[torch.Tensor]]):
-    """The inputs of a stage for each microbatch: ``take(m)`` waits for one, ``choose`` selects the stage's own."""
+    """The inputs of a stage for ``size`` microbatches, loaded in the background.
+
+    ``take(m)`` waits for microbatch m; ``choose(tensors)`` selects the graph inputs that the stage reads.
+    """
 
     size: int
     take: Callable[[int], Prefetched]
@@ -45,5 +51,5 @@ class Coming(Sequence[Sequence[torch.Tensor]]):
         return self.choose(self.take(microbatch).tensors)
 
     def loading(self, microbatch: int) -> Loading:
-        """Return a handle to wait for a microbatch before its use."""
+        """Return a handle with which to wait for a microbatch."""
         return Loading(lambda: self.take(microbatch))

@@ -1,7 +1,7 @@
-"""Random state as an operand: one seed per (run, step, microbatch), passed along the stages that draw random numbers.
+"""Random numbers that do not depend on the plan: one seed per (run, step, microbatch), passed from stage to stage.
 
 A serial loop that calls ``torch.manual_seed(microbatch_seed(run_seed, step, microbatch))`` before each microbatch
-draws the same numbers as any pipeline, whatever its cut, schedule or ranks.
+draws the same numbers as any plan, whatever its stages, schedule or ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ _MASK = 2**64 - 1
 
 
 def microbatch_seed(run_seed: int, step: int, microbatch: int) -> int:
-    """Return a 63-bit seed; similar inputs give unrelated seeds (finaliser of splitmix64: Steele, Lea, Flood 2014)."""
+    """Return the 63-bit seed of a microbatch; similar arguments give unrelated seeds.
+
+    The mixing function is the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+    """
     value = 0
     for part in (run_seed, step, microbatch):
         value = (value + part + 0x9E3779B97F4A7C15) & _MASK
@@ -24,7 +27,7 @@ def microbatch_seed(run_seed: int, step: int, microbatch: int) -> int:
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the device's generator."""
+    """Seed torch's default generator of the device."""
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
     else:
@@ -32,7 +35,7 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
 
 def read_generator(device: torch.device) -> torch.Tensor:
-    """State of the device's generator, as a uint8 tensor on that device, so that it can be sent."""
+    """Return the state of the device's generator as a uint8 tensor on that device, so that it can be sent."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return torch.empty_like(state, device=device).copy_(state)
 

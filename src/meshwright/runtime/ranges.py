@@ -1,4 +1,4 @@
-"""Ranges of a stage's ops as separate modules, which its graph calls in their place."""
+"""Move ranges of ops of a stage's module into submodules, which its graph calls instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ _OPS = "meshwright_ops"
 
 
 def note_ops(module: fx.GraphModule, ops: Sequence[int]) -> None:
-    """Note at each node its op, or the op of which it takes an element; a part has one call per op, in order."""
+    """Write the number of its op into the metadata of each call of a stage's module.
+
+    The module has one call per op of ``ops``, in order. A node that takes an element of a result gets the op of the
+    result.
+    """
     left = iter(sorted(ops))
     for node in module.graph.nodes:
         if node.op not in ("call_function", "call_module"):
@@ -27,7 +31,7 @@ def note_ops(module: fx.GraphModule, ops: Sequence[int]) -> None:
 
 
 def find_ops(node: fx.Node) -> tuple[int, int] | None:
-    """Return the first and the last op of a node; None for inputs, parameters and outputs."""
+    """Return the numbers of the first and the last op of a node; None for inputs, parameters and outputs."""
     found: tuple[int, int] | None = node.meta.get(_OPS)
     return found
 
@@ -39,7 +43,10 @@ def enclose(
     wrap: Callable[[fx.GraphModule], torch.nn.Module],
     own: Collection[str],
 ) -> None:
-    """Move nodes into a module ``wrap(body)`` called ``name``; attributes in ``own`` that it reads become its own."""
+    """Move ``nodes`` into a submodule ``wrap(body)`` with this name.
+
+    Parameters and buffers named in ``own`` move into it, too; others become its arguments.
+    """
     inside = set(nodes)
     read = dict.fromkeys(item for node in nodes for item in node.all_input_nodes if item not in inside)
     held = [item for item in read if item.op == "get_attr" and str(item.target) in own]

@@ -1,9 +1,9 @@
 """The instructions of one rank, arranged for a single issuing thread.
 
-The compute stream determines the order. Everything else is asynchronous, and the moment of issue is known beforehand: a
-transfer or collective follows the last of its own rank's computations that it waits for (or a mark inside it), and its
-predecessor in its stream. Waits for other ranks are satisfied by the communication itself. Instructions in the host's
-streams run in threads of their own, each when its waits have happened.
+The compute stream determines the order of issue. All other instructions are asynchronous. A transfer or collective is
+issued after its predecessor in its stream, and after the last computation of its own rank that it waits for (or at a
+mark inside that computation). Waits for other ranks need no code, as the communication itself waits. Instructions in
+the host's streams (offload) run in threads, each when its dependencies are done.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from meshwright.spec.instructions import StreamName
 SectionName = Literal["prologue", "body", "epilogue"]
 
 _BEFORE_ALL = -1
-# The names of the sections that late waits refer to.
+# The sections that late waits refer to, by their number.
 _LATE_SECTIONS: tuple[SectionName, ...] = ("prologue", "body")
 # Streams of the host in parallel with the computations.
 _HOST_STREAMS: tuple[StreamName, ...] = ("down", "host", "up", "drives")
 
 
 class MarkKey(NamedTuple):
-    """A mark that a computation raises when a bucket, or a piece, is ready."""
+    """A mark inside the computation ``instruction``: the bucket, or piece of offload, ``number`` is ready."""
 
     instruction: int
     number: int
@@ -36,9 +36,10 @@ class MarkKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostItem:
-    """An instruction of the host, in a stream called ``name``.
+    """An instruction of the host (offload), in the stream number ``stream`` with this ``name``.
 
-    ``awaits`` are instructions of its rank in any stream; it may also wait for ``marks`` inside computations.
+    ``awaits``: ids of the instructions of its rank, in any stream, that it waits for. ``marks``: marks inside
+    computations that it waits for.
     """
 
     index: int
@@ -51,10 +52,10 @@ class HostItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedInstruction:
-    """An asynchronous instruction: its id in the program, its row, and the ranks that take part.
+    """An asynchronous transfer or collective: its id in the program, and the ranks that take part (``group``).
 
-    ``awaits``: asynchronous instructions that must be done first. ``behind``: those in an earlier lane, after which it
-    starts without blocking.
+    ``awaits``: ids of asynchronous instructions that must be done before it is issued. ``behind``: ids of instructions
+    in an earlier lane, after which it starts without blocking the issuing thread.
     """
 
     index: int
@@ -67,7 +68,10 @@ class IssuedInstruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateWait:
-    """A wait for ``index`` of another section, ``lag`` sections earlier; skipped unless that section is ``section``."""
+    """A wait for an instruction of an earlier section.
+
+    It applies only if the run of a section ``lag`` runs earlier was a run of ``section``; ``index`` is the id there.
+    """
 
     section: SectionName
     index: int
@@ -76,9 +80,9 @@ class LateWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """An instruction of the compute stream: first wait for ``awaits`` and ``late``, run, then issue ``then``.
+    """An instruction of the compute stream: wait for ``awaits`` and ``late``, run it, then issue ``then``.
 
-    ``marked`` are issued while it runs, one after the other, each as soon as its bucket is ready.
+    ``marked`` are issued in order while it runs, each as soon as its bucket is full.
     """
 
     index: int
@@ -92,9 +96,9 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """The instructions of one rank in one run of a section: ``first`` at once, then the computations in order.
+    """The instructions of one rank in one run of a section.
 
-    ``beside`` are those of its host.
+    ``first`` are issued at once, then the ``computations`` run in order. ``beside``: the instructions of its host.
     """
 
     rank: int
@@ -104,12 +108,15 @@ class RankProgram:
 
 
 def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
-    """Arrange the instructions of ``rank``. Raises ProgramError for joins, and for direct waits for another rank."""
+    """Return the instructions of ``rank`` in a section, in the order of issue.
+
+    Raises ProgramError for joins, and for computations that wait for instructions not issued before them.
+    """
     if len(section.join_instruction):
         first = section.instruction(int(section.join_instruction[0]))
         raise ProgramError(
-            f"{first} continues when {section.join_need[0]} of its waits have happened. Such joins can be simulated; a "
-            "run needs a program in which every instruction waits for all."
+            f"{first} is a join: it continues when {section.join_need[0]} of its waits have happened. Joins can only "
+            "be simulated; in a program to run, every instruction has to wait for all of its waits."
         )
     streams = program.streams_of(rank)
     compute = [stream for stream in streams if program.streams[stream].name == "compute"]
@@ -191,8 +198,8 @@ def _awaits(section: Section, order: dict[int, int], asynchronous: set[int], ind
             waits.append(wait)
         elif order.get(wait, place) >= place:
             raise ProgramError(
-                f"Instruction {index} ({section.instruction(index)}) waits for instruction {wait}, which its rank has "
-                "not issued before it; a computation can wait only for earlier computations and for the communication "
+                f"Instruction {index} ({section.instruction(index)}) waits for instruction {wait}, which its rank does "
+                "not issue before it; a computation can wait only for earlier computations and for the communication "
                 "of its own rank."
             )
     return tuple(waits)
@@ -231,11 +238,14 @@ def _merge(section: Section, lanes: Sequence[deque[int]]) -> Iterator[int]:
                 yield lane.popleft()
                 break
         else:
-            raise ProgramError(f"Instructions {sorted(left)[:8]} wait for each other in the lanes of their rank.")
+            raise ProgramError(
+                f"Instructions {sorted(left)[:8]} in the exchange lanes of one rank wait for each other. Build the "
+                "program again."
+            )
 
 
 def bucket_of(instruction: Instruction) -> int:
-    """Return the bucket, or the part of one, at whose mark an instruction is issued."""
+    """Return the number of the bucket, or of the part of a bucket, at whose mark a sum is issued."""
     assert isinstance(instruction, AllReduce | ReduceScatter), "marks are of buckets"
     return instruction.bucket
 
@@ -263,7 +273,7 @@ def _issued(program: Program, section: Section, index: int, stream_of: Mapping[i
 
 
 def issue_order(rank_program: RankProgram) -> np.ndarray:
-    """Instruction ids in the order of issue, marked ones directly after the computation that raises their marks."""
+    """Return instruction ids in the order of issue; those issued at a mark directly follow the computation with it."""
     order = [item.index for item in rank_program.first]
     for item in rank_program.computations:
         order += [item.index, *(other.index for other in item.marked), *(other.index for other in item.then)]

@@ -1,11 +1,11 @@
-"""Turns measured spans into a Timeline, on one clock for all ranks.
+"""Record measured spans, and merge those of all ranks into a Timeline on one clock.
 
-Computation spans run from call to return. Communication spans run from issue to the moment when the rank found them
-done, which is when something waited for them: their ends are upper bounds. On a GPU, CUDA events in the compute stream
-take these times, and nothing waits for them until the spans are read.
+The span of a computation runs from call to return. The span of a communication runs from issue to the moment when a
+wait for it returned, so its end is an upper bound. On a GPU, CUDA events in the compute stream take these times, and
+nothing waits for the events until the spans are read.
 
-Clocks: rank r asks rank 0 for its time, several times; the answer of the fastest round trip, taken at its middle,
-gives the offset (Cristian 1989). Its error is at most half that round trip.
+Clocks: rank r requests rank 0's time several times. The reply of the fastest round trip, assigned to the middle of that
+trip, gives the offset (Cristian 1989). Its error is at most half of that round trip.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ _PICOSECONDS_PER_NANOSECOND = 1000
 _NANOSECONDS_PER_MILLISECOND = 1e6
 
 
-# A moment: nanoseconds of the host's clock, or an event on a GPU's stream that may be in the future.
+# A moment: nanoseconds of the host's clock, or an event on a GPU's stream that may not have happened yet.
 Moment = int | torch.cuda.Event
 
 
 class Recorder:
-    """Collects (instruction, step, start, end) of one rank in nanoseconds of its own clock; off until `start`."""
+    """Collects the spans of one rank, as (instruction id, step, start, end) in ns of its own clock.
+
+    Records nothing until `start`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.active = False
@@ -42,7 +45,7 @@ class Recorder:
         self._end_step = sys.maxsize
 
     def start(self, first_step: int = 0) -> None:
-        """Drop the recorded spans and record from a step on; work continued from earlier steps belongs to none."""
+        """Drop the recorded spans, and record the spans of ``first_step`` and later steps."""
         self._rows = []
         self._first_step, self._end_step = first_step, sys.maxsize
         if self._device.type == "cuda":
@@ -52,20 +55,20 @@ class Recorder:
         self.active = True
 
     def stop(self, end_step: int) -> None:
-        """Record no step from this one on; work continued from earlier steps still belongs to them."""
+        """Record no spans of ``end_step`` and later steps; unfinished spans of earlier steps are still recorded."""
         self._end_step = end_step
 
     def now(self) -> Moment:
-        """Return the current moment in the order of the computations."""
+        """Return the current moment; on a GPU, when all computations issued so far are done."""
         return _event() if self.active and self._device.type == "cuda" else time.perf_counter_ns()
 
     def add(self, index: int, step: int, start: Moment, end: Moment) -> None:
-        """Record one span."""
+        """Record the span of one instruction, if its step is recorded."""
         if self._first_step <= step < self._end_step:
             self._rows.append((index, step, start, end))
 
     def rows(self) -> np.ndarray:
-        """Return the recorded spans, shape (spans, 4); waits for a GPU."""
+        """Return the recorded spans, shape (spans, 4): instruction id, step, start and end in ns. Waits for a GPU."""
         if self._origin is not None:
             torch.cuda.synchronize(self._device)
         rows = [(index, step, self._time(start), self._time(end)) for index, step, start, end in self._rows]
@@ -86,7 +89,7 @@ def _event() -> torch.cuda.Event:
 
 
 def measure_clock_offset() -> int:
-    """Return nanoseconds to add to this rank's clock to get rank 0's. All ranks call it together."""
+    """Return the ns to add to this rank's clock to get the clock of rank 0. All ranks call it together."""
     rank, offset = dist.get_rank(), 0
     for other in range(1, dist.get_world_size()):
         if rank == 0:
@@ -120,7 +123,7 @@ def _answer_clock(other: int) -> None:
 
 
 class ProcessPeak(NamedTuple):
-    """The most bytes that a process had in use, and that its allocator had reserved (0 without such an allocator)."""
+    """Peak device memory of a process in bytes: in use, and reserved by its allocator (0 without such an allocator)."""
 
     in_use: int
     reserved: int
@@ -129,10 +132,10 @@ class ProcessPeak(NamedTuple):
 def gather_timeline(
     program: Program, section: Section, rows: np.ndarray, clock_offset_ns: int, peak: ProcessPeak, width: int = 1
 ) -> Timeline | None:
-    """Merge the rows of all processes into one timeline on the first; None on the others. All call it together.
+    """Return the timeline of all processes on process 0, None on all others. All processes call it together.
 
-    Each rank of the program is a team of ``width`` processes, which wait for each other: the spans of the first of them
-    count, and the memory of the fullest.
+    ``rows`` as from `Recorder.rows`, ``clock_offset_ns`` as from `measure_clock_offset`. Each rank of the program is a
+    team of ``width`` processes: the timeline has the spans of the first one, and the largest memory of the team.
     """
     own = rows.copy()
     own[:, 2:] += clock_offset_ns
@@ -148,9 +151,9 @@ def gather_timeline(
 def make_timeline(
     program: Program, section: Section, rows_per_rank: list[np.ndarray], peaks: Sequence[ProcessPeak]
 ) -> Timeline:
-    """Return a measured timeline from rows (instruction, step, start ns, end ns) on one clock.
+    """Return a measured timeline from each rank's rows (instruction id, step, start ns, end ns) on one clock.
 
-    Time 0 is the first start.
+    Time 0 is the earliest start. ``peaks``: peak memory by rank.
     """
     rows = np.concatenate(rows_per_rank)
     rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]

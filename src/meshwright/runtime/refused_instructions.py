@@ -1,4 +1,4 @@
-"""Instructions that the simulator supports and the executor does not, or that are in the wrong stream."""
+"""Errors for instructions that the executor does not support, or that are in the wrong stream of a program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ Beside = Send | Receive | Exchange | Load | Offloading
 def wrong_in_compute(instruction: Beside) -> ProgramError:
     """Return the error for an instruction that is in a compute stream but belongs in another."""
     return ProgramError(
-        f"{instruction} is in a compute stream; communication, loading and the host's work have their own streams."
+        f"{instruction} is in a compute stream, but communication, loading and offload have their own streams. Build "
+        "the program again."
     )
 
 
@@ -53,8 +54,8 @@ def wrong_beside(instruction: Instruction) -> ProgramError:
     match instruction:
         case Push() | Sum() | Pull():
             return ProgramError(
-                f"{instruction} belongs to parameter servers; the runtime sums by all-reduces. Simulate this "
-                "program, or plan without `servers` to run."
+                f"{instruction} is for parameter servers, which can only be simulated; the runtime sums gradients by "
+                "all-reduce. Plan without `servers` to run."
             )
         case (
             Forward()
@@ -79,6 +80,6 @@ def wrong_beside(instruction: Instruction) -> ProgramError:
             | SavedDown()
             | SavedUp()
         ):
-            return ProgramError(f"{instruction} is in the wrong stream. Build the program again.")
+            return ProgramError(f"{instruction} is in a stream where it is not allowed. Build the program again.")
         case _:
             assert_never(instruction)

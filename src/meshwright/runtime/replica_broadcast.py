@@ -20,7 +20,7 @@ _PIECE_BYTES = 250 * 2**20
 
 
 def begin_alike(captured: Captured, device: torch.device) -> None:
-    """Copy process 0's weights and buffers to all, unless all have the same. All processes call it together."""
+    """Broadcast the weights and buffers of process 0 that differ on other processes. All processes call it together."""
     if dist.get_backend() == "fake":
         return
     graph = captured.graph
@@ -37,20 +37,20 @@ def begin_alike(captured: Captured, device: torch.device) -> None:
 class BufferSync:
     """Before a step, broadcasts the buffers of each replicated stage from its first replica.
 
-    ``told`` lists the buffers of a stage, the first process that has it, and all processes that have it.
+    ``told``: for each stage, its buffers, the process number of its first replica, and the group of its replicas.
     """
 
     def __init__(self, told: Sequence[tuple[Sequence[torch.Tensor], int, dist.ProcessGroup]]) -> None:
         self._told = [item for item in told if item[0]]
 
     def __call__(self) -> None:
-        """Send the buffers, or receive them."""
+        """Broadcast the buffers. All replicas call it together."""
         for buffers, first, group in self._told:
             _tell(buffers, first, group, buffers[0].device)
 
 
 def written_buffers(captured: Captured) -> frozenset[int]:
-    """Return the buffers, as tensor ids, whose memory an op writes."""
+    """Return the tensor ids of the buffers that an op of the model writes, such as running statistics."""
     table = captured.table
     memory = {i: row.slot.storage if row.slot.storage >= 0 else -2 - i for i, row in enumerate(table.tensors)}
     written = {memory[i] for row in table.ops for i in row.written}

@@ -1,4 +1,4 @@
-"""The session (`Session`): the state of one rank while it works on a plan, its steps (`Steps`), its process group."""
+"""The session of one rank (`Session`): it runs a plan batch by batch (`Steps`). Also joins the process group."""
 
 from __future__ import annotations
 
@@ -35,34 +35,40 @@ from meshwright.spec.plan import check_counts
 _PROLOGUE = -1
 
 
-# Which sections of a program run when a global batch arrives: a synchronous program is its body, once per step. In an
-# asynchronous one W microbatches enter in its prologue and W more in its epilogue; with M microbatches in a global
+# Which sections of a program run when a global batch arrives: a synchronous program runs its body once per step. In an
+# asynchronous one W microbatches enter in the prologue and W more in the epilogue; with M microbatches in a global
 # batch, that is A = W / M batches each.
 #
-#     batch b < 2 A     the prologue, as far as the available microbatches allow
-#     batch b >= 2 A    the body once more: A batches enter that came before, so that none is missing
-#     finish            the epilogue: batches in the pipeline leave, and the last A batches enter and leave
+#     batch b < 2 A     the prologue, up to the last microbatch that has arrived
+#     batch b >= 2 A    the body once more, A batches behind the arriving ones
+#     finish            the epilogue: the last A batches enter, and all batches leave the pipeline
 #
-# Only the waits of the program apply in between: sends and sums of one repetition continue in the next.
+# Sections follow each other without a barrier: sends and collectives of one repetition continue in the next.
 class Steps(Protocol):
     """Runs a program batch by batch."""
 
-    # The number of batches that fill and empty the pipeline; a run has at least this number.
+    # The number of batches that fill and empty the pipeline; a run needs at least that number.
     num_filling: int
 
     @property
     def next_repetition(self) -> int:
-        """Return the next repetition of the body, as the recorder numbers them."""
+        """The number of the next repetition of the body, by which the recorder numbers steps."""
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """Run the batch of a step: ``inputs[s][m]`` are the inputs of stage s for microbatch m, in its order."""
+        """Run the batch of a step; return the outputs that are available.
+
+        ``inputs[s][m]`` are the graph inputs of stage s for microbatch m, in the order of `StageSlice.inputs`.
+        """
 
     def finish(self) -> Outputs:
-        """Finish all work in progress."""
+        """Finish all work in progress; return the outputs that are available."""
 
 
 class FlushingSteps:
-    """Every batch is a step by itself; works that the next one waits for may continue meanwhile."""
+    """The steps of a synchronous schedule: each batch runs to its end.
+
+    Asynchronous works that the next step waits for itself may continue after the step.
+    """
 
     num_filling = 0
 
@@ -72,11 +78,11 @@ class FlushingSteps:
 
     @property
     def next_repetition(self) -> int:
-        """Return the next step."""
+        """The number of the next step."""
         return self._place
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """Run a step to its end."""
+        """Run the batch of a step to its end; return its outputs."""
         self._executor.feed(0, inputs)
         self._executor.begin(Visit("body", self._place, step))
         self._executor.go_on()
@@ -85,15 +91,15 @@ class FlushingSteps:
         return self._executor.take_outputs()
 
     def finish(self) -> Outputs:
-        """Wait for the works that the next step would wait for."""
+        """Wait for all works in progress; no outputs are left."""
         self._executor.settle()
         return {}
 
 
 class EndlessSteps:
-    """Batches enter one after the other; the outputs of a call may be those of earlier batches.
+    """The steps of an asynchronous schedule: batches enter the pipeline without flushing it.
 
-    Streams may follow each other: after `finish` the next batch fills the pipeline again.
+    A call may return outputs of earlier batches. After `finish` the next batch fills the pipeline again.
     """
 
     def __init__(self, executor: Executor, program: Program, rank: int, num_filling: int) -> None:
@@ -110,18 +116,18 @@ class EndlessSteps:
 
     @property
     def next_repetition(self) -> int:
-        """Return the repetition of the next batch, once the pipeline is full."""
+        """The number of the repetition that the next batch starts, once the pipeline is full."""
         return self._base + max(self._fed - self.num_filling, 0)
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """Add a batch, and run what is due.
+        """Add a batch to the pipeline, and run the instructions that it allows; return the outputs made.
 
-        Raises RunError for a step that does not follow the one before.
+        Raises RunError unless ``step`` follows the step before.
         """
         if self._fed and step != self._first + self._fed:
             raise RunError(
                 f"Step {step} was given after step {self._first + self._fed - 1}, while minibatches are in flight. "
-                "Number steps consecutively, or call `finish` in between."
+                "Number steps consecutively, or call `finish` between them."
             )
         if not self._fed:
             self._first = step
@@ -134,15 +140,15 @@ class EndlessSteps:
             place = self._fed - self.num_filling - 1
             self._executor.begin(self._visit(place))
             self._executor.go_on()
-            # The others have long received these sends: this frees memory that no answer has freed.
+            # Other ranks have long received these sends: this frees the memory of sends that no gradient answers.
             self._executor.settle(self._base + place - self.num_filling // 2 - 1)
         self._executor.release()
         return self._executor.take_outputs()
 
     def finish(self) -> Outputs:
-        """Empty the pipeline.
+        """Empty the pipeline; return the outputs made.
 
-        Raises RunError if fewer batches came than are needed to fill and empty it.
+        Raises RunError if fewer batches were run than fill and empty the pipeline.
         """
         if not self._fed:
             return {}
@@ -151,7 +157,7 @@ class EndlessSteps:
             raise RunError(
                 f"The pipeline was given {format_count(self._fed, 'step')}; expected at least {self.num_filling}, "
                 f"which this schedule needs to fill and empty it. Run {-repetitions} more, then finish or save "
-                "again; what was saved before is complete."
+                "again; checkpoints saved before are complete."
             )
         self._executor.begin(self._visit(repetitions))
         self._executor.go_on()
@@ -170,7 +176,7 @@ class EndlessSteps:
         return Visit(name, self._base + place, self._first, on * self._size, on * self._updates)
 
 
-# Metadata of steps and ranks is sent between processors, whatever device computes.
+# Metadata of steps and ranks is sent between CPUs, whatever device computes.
 _GROUP_BACKENDS: dict[Backend, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # A rank that waits longer than this for a message stops: the other end is dead or stuck.
 COMMUNICATION_TIMEOUT = timedelta(minutes=10)
@@ -178,11 +184,11 @@ COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The state of one rank while it works on a plan or a placement: its ``stages``, and the module of each.
+    """One rank that executes a plan or a placement, with its ``stages`` and one module for each.
 
-    ``plan`` is the whole plan, ``model`` this process's part of it; ``parts`` are the modules as the program calls
-    them. ``make_shorter`` makes steps of fewer microbatches; those already made are kept. ``hosting`` is the host
-    if states are offloaded.
+    ``plan`` is the whole plan, ``model`` the model of this process. ``parts``: the modules, wrapped for split backwards
+    or several weight versions. ``make_shorter(count)`` makes steps with fewer microbatches, kept in ``shorter``.
+    ``hosting`` is the offload, None without one.
     """
 
     grid: TeamPosition
@@ -204,7 +210,7 @@ class Session:
     shorter: dict[int, Steps] = field(default_factory=dict)
 
     def count_microbatches(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the microbatches of a global batch (graph inputs in order); the last one of a data set may have fewer.
+        """Return the number of microbatches in a global batch (graph inputs in order); a data set may end with fewer.
 
         Raises PlanError for a batch that the plan's microbatches do not divide, or that is larger than the plan's.
         """
@@ -218,17 +224,17 @@ class Session:
             if rest or not 0 < own <= count:
                 raise PlanError(
                     f"Input {graph.tensors[tensor].name!r} has {value.shape[0]} samples, but the plan's global batch "
-                    f"is {whole} ({count} microbatches of {size}); expected that, or fewer microbatches of {size} at "
-                    f"the end of a data set. Give batches of {whole} samples (DataLoader: batch_size={whole}, "
+                    f"is {whole} ({count} microbatches of {size}); expected that many, or a smaller multiple of {size} "
+                    f"at the end of a data set. Give batches of {whole} samples (DataLoader: batch_size={whole}, "
                     "drop_last=True), or plan again."
                 )
             return own
         return count
 
     def microbatch_inputs(self, tensors: Sequence[torch.Tensor]) -> dict[int, Inputs]:
-        """Cut a global batch (graph inputs in order) into microbatches, for each stage the inputs that it reads.
+        """Cut a global batch (graph inputs in order) into microbatches; return for each stage the inputs that it reads.
 
-        Raises PlanError if the sizes do not fit.
+        Raises PlanError if the number of samples does not match the plan.
         """
         count = self.count_microbatches(tensors)
         return {
@@ -238,12 +244,12 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """The number of this process in the process group."""
         return self.grid.process
 
     @property
     def own_state(self) -> list[torch.Tensor]:
-        """Return parameters, their master weights and buffers that this process holds on its device."""
+        """The parameters, master weights and buffers (or shards of them) that this process holds on its device."""
         buffers = [item for module in self.modules for item in module.buffers()]
         away = self.hosting.resident if self.hosting is not None else ()
         parameters = [item for i, item in self.parameters.items() if i not in away]
@@ -255,26 +261,26 @@ class Session:
 
     @property
     def remark(self) -> str:
-        """A remark for the user on how the session runs; empty if all is as planned."""
+        """A warning for the user, such as about the place of offloaded states; "" without one."""
         return self.hosting.remark if self.hosting is not None else ""
 
     @property
     def graph(self) -> Graph:
-        """The graph of this process."""
+        """The local graph of this process."""
         return self.model.graph
 
     def run_step(self, step: int, tensors: Sequence[torch.Tensor]) -> Outputs:
         """Run the global batch of a step (graph inputs in order); return the outputs that this rank made.
 
-        Under an asynchronous schedule they may be those of earlier steps; `finish` returns the last ones. Raises
-        PlanError if the sizes do not fit, RunError for a step out of order.
+        Under an asynchronous schedule they may be outputs of earlier steps; `finish` returns the last ones. Raises
+        PlanError if the number of samples does not match the plan, RunError for a step out of order.
         """
         return self.run_microbatches(step, self.count_microbatches(tensors), self.microbatch_inputs(tensors))
 
     def run_microbatches(self, step: int, count: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """Run a step of ``count`` microbatches, as `run_step`.
+        """Run a step of ``count`` microbatches, whose inputs were cut already; otherwise as `run_step`.
 
-        ``inputs``: for each stage of this rank, the inputs of each microbatch.
+        ``inputs``: by stage of this rank, the inputs of each microbatch.
         """
         self.sync_buffers()
         with multiplying(self.plan.workload.numbers):
@@ -293,7 +299,7 @@ class Session:
         return any(stage.inputs and plans[stage.index].rank_of(microbatch) == self.grid.rank for stage in self.stages)
 
     def coming_inputs(self, count: int, take: Callable[[int], Prefetched]) -> dict[int, Inputs]:
-        """Return inputs for `run_microbatches` that are waited for when they are read.
+        """Return inputs for `run_microbatches` that are loaded in the background; reading one waits for it.
 
         ``take(m)`` waits for microbatch m of a global batch and returns the graph inputs in order.
         """
@@ -306,7 +312,7 @@ class Session:
     def finish(self) -> Outputs:
         """Finish all work in progress; return the outputs that this rank made. All ranks call it together.
 
-        Raises RunError if fewer steps were run than a schedule takes to fill and empty its pipeline.
+        Raises RunError if fewer steps were run than an asynchronous schedule needs to fill and empty its pipeline.
         """
         with multiplying(self.plan.workload.numbers):
             return self.steps.finish()
@@ -332,7 +338,8 @@ def _leave_group() -> None:
 def join_group(kind: Backend = "cpu") -> tuple[int, torch.device]:
     """Join the process group that torchrun set up (or keep the existing one); return rank and device.
 
-    Raises RunError if this process is not a rank, or its group or host does not fit that type of device.
+    Raises RunError if RANK is not set, if the host has too few GPUs, or if an existing group lacks a backend for this
+    type of device.
     """
     device = own_device(kind)
     if device.type == "cuda":
@@ -358,8 +365,8 @@ def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
     if plan.only_simulated:
         raise PlanError(
-            f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums buckets, whole or in "
-            "parts, on the device. Plan without that to run."
+            f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums gradient buckets, whole or "
+            "in parts, by all-reduce on the device. Plan without this option to run."
         )
     check_counts(plan)
 
@@ -384,8 +391,8 @@ def _split_batch(
         is_batched = _is_batched(graph, tensor)
         if is_batched and len(value) != count * size:
             raise PlanError(
-                f"Input {graph.tensors[tensor].name!r} has {len(value)} samples, another one has {count * size}; "
-                "expected the same number for all. Check how the batch is made."
+                f"Input {graph.tensors[tensor].name!r} has {len(value)} samples, another input has {count * size}; "
+                "expected the same number for all inputs. Check how the batch is made."
             )
         for microbatch, row in enumerate(rows):
             given = value.narrow(0, microbatch * size, size) if is_batched else value
@@ -394,7 +401,7 @@ def _split_batch(
 
 
 def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return tensors on a device; from pageable memory to a GPU through pinned memory, without waiting for it."""
+    """Return the tensors on a device. Copies to a GPU go through pinned memory and are asynchronous."""
     if device.type != "cuda":
         return tuple(item.to(device) for item in tensors)
     return tuple(

@@ -1,7 +1,7 @@
 """Wire layouts: shape, strides and dtype of every tensor sent between stages, known before the first step.
 
-They are taken from one run of the captured graph with fake tensors, so both ends of a channel agree without exchanging
-metadata.
+They come from one run of the captured graph with fake tensors, so both ends of a channel (the tensors sent between two
+stages) agree without exchanging metadata.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def channel_layouts(
 ) -> dict[tuple[int, int, str], tuple[WireLayout, ...]]:
     """Return layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples.
 
-    ``make_module(tensors)`` makes a module that computes tensors of the graph from its inputs. ``channels_last``:
-    images are passed in that layout.
+    Payloads are "activation" and "gradient". ``make_module(tensors)`` makes a module that computes these tensors from
+    the graph inputs. ``autocast``: the type of torch's autocast. ``channels_last``: images have that memory format.
     """
     channels = [channel for stage in stages for channel in stage.outgoing]
     crossing = tuple(sorted({tensor for channel in channels for tensor in channel.tensors}))
@@ -60,10 +60,10 @@ def takes_channels_last(
     device: torch.device,
     autocast: torch.dtype | None = None,
 ) -> bool:
-    """Return whether a graph with convolutions computes the same if images are in the channels-last layout.
+    """Return whether a graph has convolutions and also runs if images are in channels-last memory format.
 
-    Compiled convolutions are several times as fast with it, and each unit would otherwise convert its input. A captured
-    view may not fit the other strides, and some ops read memory in its order.
+    Compiled convolutions are several times as fast in that format. False if a captured view does not fit its strides,
+    or if some op reads memory in storage order.
     """
     kinds = [op.kind for op in graph.ops]
     if not any("conv" in kind for kind in kinds) or any(kind.startswith(_BY_MEMORY) for kind in kinds):

@@ -1,6 +1,7 @@
-"""One stage on one rank (`StageRunner`): forward and backward of a microbatch through its part; split backwards.
+"""Run one stage on one rank (`StageRunner`): forward and backward of a microbatch through the stage's module.
 
-The part was cut from the captured graph. `SplitPart` makes backwards in two parts.
+The module of a stage, called its part, is cut from the captured graph. `SplitPart` splits its backward into input
+gradients and weight gradients.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from meshwright.spec import Channel, Graph, ProgramError, StageSlice
 
 _CALLS = ("call_function", "call_module")
 
-# The place where the backward of an op continues to its parameters, and the gradients that arrived there.
+# Where the backward of an op continues to its parameters, and the gradient that arrived there.
 Notes = list[tuple[GradientEdge, torch.Tensor]]
 
 
-# Backwards in two parts: first the gradients of a stage's received values, later those of its parameters. Every op of a
-# part that reads a trainable parameter becomes an autograd node of its own (`_Later`), which runs the op on detached
-# copies. Its backward computes only the gradients of its activations, and notes where its small graph ends and which
-# gradients arrived there. `finish` continues from those notes to the parameters. Nothing is computed twice: together
-# both parts do what one backward does.
+# Split backwards: first the gradients of a stage's received values, later those of its parameters. Every op of a part
+# that reads a trainable parameter becomes an autograd node of its own (`_Later`), which runs the op on detached copies.
+# Its backward computes only the gradients of its activations, and notes where its small graph ends and which gradients
+# arrived there. `finish` continues from those notes to the parameters. Nothing is computed twice: together both halves
+# do what one backward does.
 class SplitPart:
-    """Runs a part like the part itself; a backward leaves notes of the microbatch, from which `finish` continues."""
+    """A stage's module with split backwards: a backward computes input gradients, `finish` the weight gradients.
+
+    Between the two, ``notes`` of the microbatch hold where to continue.
+    """
 
     def __init__(self, part: torch.nn.Module) -> None:
         assert isinstance(part, fx.GraphModule), "parts are cut as graphs"
@@ -42,18 +46,18 @@ class SplitPart:
         self._trainable = [parameter for parameter in part.parameters() if parameter.requires_grad]
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The part's fetches; the backwards of its ops write their notes into a list of this call."""
+        """Return the outputs of the part; the backward of this call writes its notes into a new list (`notes`)."""
         self._sink.notes = []
         found: tuple[torch.Tensor, ...] = self._module(*values)
         return found
 
     @property
     def notes(self) -> Notes:
-        """Return the list of the last call."""
+        """The list into which the backward of the last call writes its notes."""
         return self._sink.notes
 
     def finish(self, notes: Notes) -> None:
-        """Add the gradients of the parameters that were postponed."""
+        """Add the postponed gradients to the parameters, and clear the notes."""
         if notes:
             edges, gradients = zip(*notes, strict=True)
             torch.autograd.backward(edges, gradients, inputs=self._trainable)
@@ -237,11 +241,11 @@ class _Tape:
 
 
 class StageRunner:
-    """Runs a stage's part: ``part(*values)`` takes the values of `stage_feeds` and returns those of `stage_fetches`.
+    """Runs the forwards and backwards of a stage.
 
-    A `SplitPart` can also run backwards in two parts, a `VersionedPart` older weights. ``autocast``: forwards run under
-    torch's autocast to that type. ``channels_last``: input images are converted to that layout. ``saved``: saved
-    activations are on the host until the backward.
+    ``part(*values)`` takes the tensors of `stage_feeds` and returns those of `stage_fetches`. A `SplitPart` can also
+    split backwards, a `VersionedPart` run older weights. ``autocast``: forwards run under torch's autocast to this
+    type. ``channels_last``: input images are converted to this memory format. ``saved``: offloads activations.
     """
 
     def __init__(
@@ -276,11 +280,11 @@ class StageRunner:
         seed: int,
         version: int = 0,
     ) -> dict[int, torch.Tensor]:
-        """Run forward; returns the fetched values by tensor id.
+        """Run the forward of a microbatch; return the outputs (`stage_fetches`) by tensor id.
 
-        ``inputs`` are this microbatch's graph inputs in the order of the stage; ``received`` maps a source stage to
-        the channel's tensors, followed by the generator's state if the channel carries it. ``seed`` starts the
-        generator if no state arrives. ``version`` of the weights: for a `VersionedPart`.
+        ``inputs``: this microbatch's graph inputs in the order of the stage. ``received``: by source stage, the
+        channel's tensors, followed by the random generator's state if the channel carries it. ``seed`` seeds the
+        generator if no state arrives. ``version``: that of the weights, for a `VersionedPart`.
         """
         leaves: dict[int, torch.Tensor] = {}
         for channel in self._stage.incoming:
@@ -308,10 +312,11 @@ class StageRunner:
         *,
         is_last: bool = True,
     ) -> dict[int, list[torch.Tensor]]:
-        """Run backward, adding to the parameters' gradients; returns the gradients to send, by source stage.
+        """Run the backward of a microbatch; return the gradients to send, by source stage.
 
-        ``received`` maps a target stage to the gradients of its channel; ``loss_scale`` is the loss's own. In the last
-        backward before an update, groups of replicas that shard states sum with each other.
+        Adds to the parameters' gradients. ``received``: by target stage, the gradients of its channel. ``loss_scale``:
+        the gradient of the loss with respect to itself. ``is_last``: the last backward before an update, in which
+        groups of replicas that shard parameters sum their gradients with each other.
         """
         if isinstance(self._part, FSDPModule) and is_last != self._sums_across:
             self._part.set_requires_all_reduce(is_last)
@@ -321,7 +326,7 @@ class StageRunner:
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        """Add the gradients that `backward_input` postponed; does nothing if the part is not split."""
+        """Add the weight gradients that `backward_input` postponed; does nothing unless backwards are split."""
         notes = self._notes.pop(microbatch)
         if isinstance(self._part, SplitPart):
             self._part.finish(notes)
@@ -329,9 +334,9 @@ class StageRunner:
     def backward_input(
         self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]], loss_scale: float
     ) -> dict[int, list[torch.Tensor]]:
-        """Return the gradients to send, as `backward`.
+        """Compute the input gradients of a microbatch; return the gradients to send, as `backward`.
 
-        A part that is not split adds to its parameters' gradients, too.
+        Unless backwards are split, this adds the weight gradients, too.
         """
         tape = self._tapes.pop(microbatch)
         gradients: dict[int, torch.Tensor] = {}
@@ -355,26 +360,26 @@ class StageRunner:
 
     @property
     def versions(self) -> VersionedPart:
-        """The versions of the stage's weights. Raises ProgramError if it has only one."""
+        """The part with several versions of the stage's weights. Raises ProgramError if it has one version."""
         if not isinstance(self._part, VersionedPart):
             raise ProgramError(
-                f"The program stashes or drops weights of stage {self._stage.index}, but it has one version of them. "
-                "Build the program again from its plan."
+                f"The program stashes or drops weights of stage {self._stage.index}, but the stage has one version of "
+                "them. Build the program again from its plan."
             )
         return self._part
 
     def updated(self) -> None:
-        """Note that the optimizer made a new version of the stage's weights."""
+        """Call after the optimizer made a new version of the stage's weights."""
         if isinstance(self._part, VersionedPart):
             self._part.updated()
 
     def restart(self) -> None:
-        """The stage's weights, as they are, become version 0."""
+        """Renumber the current weights as version 0."""
         if isinstance(self._part, VersionedPart):
             self._part.restart()
 
     def leaving(self, channel: Channel, outputs: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return a channel's values after a forward: its tensors, and the generator's state if it carries that."""
+        """Return the tensors to send on a channel after a forward, with the generator's state if it carries that."""
         values = [outputs[tensor] for tensor in channel.tensors]
         return [*values, read_generator(self._device)] if channel.carries_rng else values
 
@@ -393,23 +398,23 @@ class StageRunner:
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return torch's autocast to a type; a null context for None."""
+    """Return the context of torch's autocast to ``dtype``; an empty context for None."""
     return torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
 
 
 def laid_out(value: torch.Tensor) -> torch.Tensor:
-    """Return a batch of images in channels-last layout; any other tensor unchanged."""
+    """Return a batch of images (4 dims, floating point) in channels-last memory format; other tensors unchanged."""
     is_image = value.ndim == 4 and value.is_floating_point()
     return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
 
 def stage_feeds(stage: StageSlice) -> tuple[int, ...]:
-    """Return ids of the part's inputs: the stage's graph inputs, then the tensors of its channels, in order."""
+    """Return tensor ids of the module's inputs: the stage's graph inputs, then the received tensors, in order."""
     return (*stage.inputs, *(tensor for channel in stage.incoming for tensor in channel.tensors))
 
 
 def stage_fetches(stage: StageSlice) -> tuple[int, ...]:
-    """Return ids of the part's results: the tensors sent on its channels and the graph outputs, each once."""
+    """Return tensor ids of the module's outputs: the tensors to send and the graph outputs, each once."""
     sent = (tensor for channel in stage.outgoing for tensor in channel.tensors)
     return tuple(dict.fromkeys((*sent, *stage.outputs)))
 

@@ -1,4 +1,4 @@
-"""Updates stage by stage on a rank with several stages, with the one optimizer that the user gave."""
+"""Update the stages of a rank one by one, with the one optimizer that the user gave."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ OptimizerArgument = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]],
 
 
 class StageSteps:
-    """Called with a stage, updates its parameters and clears their gradients.
+    """Updates the parameters of one stage when called with its number, and clears their gradients.
 
-    Optimizers skip parameters without a gradient, so the gradients of other stages are removed meanwhile. A parameter
-    of several stages of the rank is updated with the first of them: its gradient is complete by then. ``stepping`` are
-    the stages with a step in the program; the last one also updates parameters that no stage holds. ``scales`` multiply
-    the gradients of a stage first, if they are not 1; ``rate(stage, updates)`` multiplies the learning rates, after
-    that number of updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have
-    parts; ``clip()`` is the factor for all gradients. ``masters`` are the optimizer's tensors; ``scale`` says whether a
-    step is skipped.
+    Optimizers skip parameters without a gradient, so the gradients of other stages are hidden during the step. A
+    parameter of several stages of the rank is updated with the first of them, when its gradient is complete.
+
+    ``stepping``: the stages with an optimizer step in the program; the last one also updates parameters of the
+    rank's other stages. ``scales``: by stage, a factor for its gradients. ``rate(stage, updates)``: a factor for the
+    learning rates after that number of updates. ``sum_parts(stage)`` sums gradients of which the processes of a team
+    hold partial sums. ``clip()``: the factor for all gradients. ``masters``: the tensors that the optimizer updates.
+    ``scale``: the loss scale, which may skip a step.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class StageSteps:
         }
 
     def __call__(self, stage: int) -> None:
-        """Update one stage."""
+        """Update the parameters of one stage."""
         own = self._of_stage[stage]
         self._sum_parts(stage)
         chosen = {id(parameter) for parameter in own}
@@ -92,7 +93,10 @@ class StageSteps:
         return [*self._masters.masters.values()]
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer's state (of shards if parameters are sharded) and each stage's number of updates."""
+        """Return the state for a checkpoint, with the keys optimizer, num_updates (by stage), masters and scale.
+
+        Tensors are shards if parameters are sharded.
+        """
         found = self._optimizer.state_dict() if self._optimizer is not None else {}
         return {
             "optimizer": tree_map_only(torch.Tensor, own_part, found),
@@ -102,12 +106,12 @@ class StageSteps:
         }
 
     def set_rate(self, rate: float) -> None:
-        """Set the learning rate of all parameters."""
+        """Set the learning rate of all parameter groups."""
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
             group["lr"] = rate
 
     def take_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`."""
+        """Restore a `state`."""
         self._num_updates = {stage: state["num_updates"][str(stage)] for stage in self._num_updates}
         self._masters.take_state(state.get("masters", {}))
         if self._scale is not None:
@@ -150,8 +154,8 @@ def _without_closure(optimizer: torch.optim.Optimizer | None) -> torch.optim.Opt
     closure = inspect.signature(optimizer.step).parameters.get("closure") if optimizer is not None else None
     if closure is not None and closure.default is closure.empty:
         raise PlanError(
-            f"The step of {type(optimizer).__name__} computes the loss again by a closure, but a plan computes it "
-            "once per step. Choose another optimizer, such as AdamW."
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss once more, but a plan computes "
+            "the loss once per step. Choose another optimizer, such as AdamW."
         )
     return optimizer
 
@@ -159,10 +163,11 @@ def _without_closure(optimizer: torch.optim.Optimizer | None) -> torch.optim.Opt
 def own_optimizer(
     optimizer: OptimizerArgument, parameters: list[torch.nn.Parameter], replaced: Mapping[int, torch.Tensor | None]
 ) -> torch.optim.Optimizer | None:
-    """Return an optimizer over this rank's parameters only; None if it has none to train.
+    """Return the user's optimizer over this rank's ``parameters`` only; None if the rank has no parameters to train.
 
-    ``replaced``: by the id of a parameter, the shard that replaces it; None if this rank has none. Raises PlanError if
-    parameters are missing from the optimizer.
+    ``replaced``: by ``id()`` of a user's parameter, the shard or master weights that replace it; None if other ranks
+    update it. Raises PlanError if parameters are missing from the optimizer, if it has state already, or if its steps
+    need a closure.
     """
     if not parameters:
         return None
@@ -171,8 +176,9 @@ def own_optimizer(
     _without_closure(optimizer)
     if any(id(parameter) in replaced for parameter in optimizer.state):
         raise PlanError(
-            "The optimizer has state for parameters that the plan replaces by shards or master weights. "
-            "Make a new optimizer, or plan without splitting ops and in --precision float32."
+            "The optimizer already has state (it has stepped), but the plan replaces its parameters by shards or "
+            "master weights. Make a new optimizer, or plan with --precision float32 and without tensor, context or "
+            "expert parallelism."
         )
     own = {id(parameter) for parameter in parameters}
     groups = [

@@ -1,12 +1,12 @@
-"""Moves tensors between ranks (`Transport`): asynchronous sends, receives and sums; their works (`Pending`).
+"""Asynchronous sends, receives and collectives between ranks (`Transport`), and the works in progress (`Pending`).
 
-Tensors are sent with the strides that the receiving part expects (a later ``view`` may depend on them): the sender
-sends its storage order if its strides are equal, else a copy with these strides. Both ends know every layout
-beforehand, so no metadata is sent. Received tensors use buffers that are reused after their microbatch.
+Tensors are sent with the strides that the receiving stage expects, as a later ``view`` may depend on them: the sender
+sends its storage if its strides are equal, else a copy with these strides. Both ends have every layout beforehand, so
+no metadata is sent. Received tensors use buffers that are reused after their microbatch.
 
-Some collectives start when others are done, without blocking the calling thread (`Behind`). On a GPU a separate CUDA
-stream waits, in which the later one is issued; on processors a thread waits, in the order of the calls. Such
-collectives have process groups of their own, so that no two threads issue in one of them.
+Some collectives start after others are done, without blocking the calling thread (`Behind`). On a GPU the later one is
+issued in a separate CUDA stream, which waits; on CPUs a thread waits, in the order of the calls. Such collectives have
+process groups of their own, so that no two threads issue in one of them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from meshwright.spec.instructions import SENDS
 
 
 class Work(Protocol):
-    """An asynchronous operation."""
+    """An asynchronous operation to wait for, such as `dist.Work`."""
 
     def wait(self) -> object:
-        """Return when it is done."""
+        """Wait until the operation is done."""
 
 
 @runtime_checkable
 class Timed(Protocol):
-    """Work whose maker records when it was done."""
+    """Work that records its start and end itself: ``span`` in ns, None until it is done."""
 
     span: tuple[int, int] | None
 
 
 class WaitedOnce:
-    """Work with several waiters: gloo would copy a scattered sum into its place again at every wait.
+    """Work that several threads may wait for; the work itself is waited for once.
 
-    ``ended`` is when the first of them found it done, by this process's clock.
+    With gloo every wait for a reduce-scatter would copy its result once more. ``ended``: when the first wait returned,
+    in ns of `time.perf_counter_ns`.
     """
 
     def __init__(self, work: Work) -> None:
@@ -58,7 +59,7 @@ class WaitedOnce:
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Return when it is done."""
+        """Wait until the operation is done."""
         with self._lock:
             if self._work is not None:
                 self._work.wait()
@@ -66,16 +67,16 @@ class WaitedOnce:
 
 
 class Key(NamedTuple):
-    """The place of a section in the run, and an instruction of that section."""
+    """An instruction in one run of a section: the number of that run (`place`), and the instruction's id."""
 
     place: int
     instruction: int
 
 
 class Pending:
-    """Works that are issued and not yet waited for, by the place of their section in the run.
+    """The works that are issued and not yet waited for, by instruction.
 
-    It waits for each issued instruction once, and records when it was found done.
+    ``place`` numbers the runs of sections. Each instruction is waited for once, and its span is recorded then.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -84,23 +85,23 @@ class Pending:
         self._sections: dict[int, SectionName] = {}
 
     def begin(self, place: int, section: SectionName) -> None:
-        """Enter a section at a place."""
+        """Start run number ``place``, of this section."""
         self._sections[place] = section
 
     def section_at(self, place: int) -> SectionName | None:
-        """Return the section at a place; None if everything of it has been waited for."""
+        """Return the section of run number ``place``; None if all of its works have been waited for."""
         return self._sections.get(place)
 
     def add(self, key: Key, works: Sequence[Work], start: Moment) -> None:
-        """Add the works of an issued instruction, with the recorder's start."""
+        """Add the works of an issued instruction, and the moment when it was issued."""
         self._works[key] = works, start
 
     def works(self, key: Key) -> Sequence[Work]:
-        """Return the works of an instruction that may be in progress; empty after they were waited for."""
+        """Return the works of an instruction; empty after they were waited for."""
         return self._works[key][0] if key in self._works else ()
 
     def wait(self, key: Key) -> None:
-        """Wait for an instruction; returns at once if that was done before."""
+        """Wait for the works of an instruction; return at once if they were waited for before."""
         if key in self._works:
             works, start = self._works.pop(key)
             for work in works:
@@ -112,12 +113,15 @@ class Pending:
                 self.record(key, *(known or (start, ended)))
 
     def record(self, key: Key, start: Moment, end: Moment | None = None) -> None:
-        """Record a span from ``start`` to ``end``, or to now, if it is in the body, whose repetitions are the steps."""
+        """Record the span of an instruction of the body, from ``start`` to ``end`` (None: to now).
+
+        Other sections are not recorded. The step of the span is its repetition of the body.
+        """
         if self._sections[key.place] == "body":
             self._recorder.add(key.instruction, key.place, start, self._recorder.now() if end is None else end)
 
     def settle(self, place: int | None = None, but: Collection[int] = ()) -> None:
-        """Wait for all works, or for those issued up to a place; ``but`` excludes some instructions."""
+        """Wait for all works, or for those of the runs up to ``place``; ``but``: ids of instructions to leave out."""
         for key in [key for key in self._works if place is None or key.place <= place]:
             if key.instruction not in but:
                 self.wait(key)
@@ -136,7 +140,7 @@ _TAGS = count(1)
 
 @dataclass(frozen=True, slots=True)
 class WireLayout:
-    """Shape, strides and dtype of a dense tensor on the wire."""
+    """Shape, strides and dtype of a dense tensor that is sent."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -148,9 +152,10 @@ class WireLayout:
 
 
 class Transport:
-    """Sends, receives, and sums over groups; every call returns at once with works to wait for.
+    """Sends, receives and collectives; every call returns at once with works to wait for.
 
-    Ranks are those of the plan; if they are teams, each process communicates with those at its own place (`teams`).
+    Ranks are those of the plan. If they are teams, each process communicates with the processes of the same index in
+    the other teams (`teams`).
     """
 
     def __init__(self, program: Program, device: torch.device, grid: TeamPosition) -> None:
@@ -164,7 +169,7 @@ class Transport:
         self._ways = _make_ways(program, grid) if device.type != "cpu" else {}
 
     def send(self, tensors: Sequence[torch.Tensor], layouts: Sequence[WireLayout], target: int) -> list[dist.Work]:
-        """Send tensors to a rank, in order; the works keep them alive."""
+        """Start to send tensors to a rank, in order. The works keep the tensors alive."""
         process, group = self._grid.process_of(target), self._ways.get((self._grid.rank, target))
         return [
             _work(dist.isend(_on_wire(item, layout), process, group=group, tag=self._tag))
@@ -172,30 +177,30 @@ class Transport:
         ]
 
     def receive(self, layouts: Sequence[WireLayout], source: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
-        """Receive tensors of known layouts from a rank; they are filled when the works are done."""
+        """Start to receive tensors from a rank; return them, and the works after which they are filled."""
         tensors, process = [self._take(layout) for layout in layouts], self._grid.process_of(source)
         group = self._ways.get((source, self._grid.rank))
         works = [dist.irecv(_storage_order(item), process, group=group, tag=self._tag) for item in tensors]
         return tensors, [_work(work) for work in works]
 
     def recycle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Return received tensors to the pool, after their last use."""
+        """Return received tensors to the buffer pool, after their last use."""
         for item in tensors:
             self._free[WireLayout(tuple(item.shape), item.stride(), item.dtype)].append(item)
 
     def sum_over(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> list[dist.Work]:
-        """Sum a tensor in place over the ranks of a group."""
+        """Start to sum a tensor in place over the ranks of a group (all-reduce)."""
         return [_work(dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))]
 
     def sum_behind(self, before: Sequence[Work], tensor: torch.Tensor, ranks: tuple[int, ...]) -> list[Work]:
-        """Sum as `sum_over`, after other works are done, which are waited for asynchronously."""
+        """As `sum_over`, but the all-reduce starts after the works ``before`` are done; does not block."""
         group = self._later_groups[ranks]
         return [self._behind.begin(before, lambda: _work(dist.all_reduce(tensor, group=group, async_op=True)))]
 
     def share(
         self, issue: Callable[[dist.ProcessGroup | None], dist.Work | None], ranks: tuple[int, ...]
     ) -> list[Work]:
-        """Issue a collective of the ranks of a group."""
+        """Start any collective over the ranks of a group: ``issue(group)`` starts it and returns its work."""
         work = _work(issue(self._groups[ranks]))
         return [WaitedOnce(work) if self._device.type == "cpu" else work]
 
@@ -308,7 +313,7 @@ class _Following:
             self._done.set()
 
     def wait(self) -> None:
-        """Return when it is done. Raises its error, or that of a work before it."""
+        """Wait until the work is done. Raises its error, or the error of a work before it."""
         self._done.wait()
         if self._error is not None:
             raise self._error

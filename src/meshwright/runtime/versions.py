@@ -1,13 +1,12 @@
 """Weights of several versions: the optimizer's current ones, and copies of older ones that are still needed.
 
-A microbatch runs forward and backward with weights of one version, while updates make newer ones. Nothing is copied
-for a microbatch: a forward reads the memory of its version, and autograd keeps that. Only an update of a version that
-is still needed (`Stash`) moves the optimizer to other memory, which a dropped version (`Drop`) left behind; so a stage
-holds one set of its trainable weights per version, and allocates nothing after the largest number of versions was
-reached.
+Under asynchronous schedules a microbatch runs forward and backward with one version of the weights, while updates make
+newer ones. A forward reads the memory of its version directly. Before an update of a version that is still needed
+(`Stash`), the newest weights are copied to other memory, where possible that of a dropped version (`Drop`). So a stage
+holds one set of trainable weights per version, and allocates nothing after the largest number of versions is reached.
 
-The optimizer's parameters stay the same objects, so that its state and every hook on them are unchanged: gradients of
-any version arrive at them.
+The optimizer's parameters stay the same objects, so that its state and all hooks stay valid. The gradients of every
+version arrive at these parameters.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from meshwright.spec import ProgramError
 
 
 class VersionedPart:
-    """A part that is called with weights of a version; the newest is 0 at first.
+    """A stage's module that can run with several versions of its weights; the first version is 0.
 
-    ``ahead``: predicted weights this number of updates later are used instead (`optimizer_steps`), one set per version.
+    ``ahead``: forwards use weights predicted this number of updates ahead (`optimizer_steps`), 0 for none. Predictions
+    take one more set of weights per version.
     """
 
     def __init__(self, part: torch.nn.Module, ahead: int = 0) -> None:
@@ -39,13 +39,15 @@ class VersionedPart:
 
     @property
     def num_sets(self) -> int:
-        """Sets of weights that are held: the newest, the stashed ones, and memory for the next."""
+        """The number of sets of weights in memory: the newest, the stashed ones, and spare memory for later ones."""
         return 1 + len(self._kept) + len(self._spare)
 
     def __call__(self, version: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The part's fetches with weights of a version; their backward adds to the gradients of the parameters.
+        """Return the outputs of the module with one version of the weights.
 
-        Raises ProgramError for a version that is not available.
+        The backward adds to the gradients of the optimizer's parameters.
+
+        Raises ProgramError for a version that is not held.
         """
         weights = self._predicted.get(version) or self._weights(version)
         self._open += version == self._newest and torch.is_grad_enabled()
@@ -57,13 +59,13 @@ class VersionedPart:
         return found
 
     def went_back(self, version: int) -> None:
-        """Note the end of the backward of a microbatch that ran forward with a version."""
+        """Call after the backward of a microbatch that ran its forward with this version."""
         self._open -= version == self._newest
 
     def stash(self, version: int) -> None:
-        """Stash the newest version, which is about to be updated.
+        """Keep the newest version, which is about to be updated.
 
-        Raises ProgramError if ``version`` is another one.
+        Raises ProgramError if ``version`` is not the newest version.
         """
         if version != self._newest:
             raise ProgramError(
@@ -85,9 +87,9 @@ class VersionedPart:
         self._predicted.pop(version, None)
 
     def updated(self) -> None:
-        """Note that the optimizer updated the newest version.
+        """Call after the optimizer updated the newest version; its number rises by 1.
 
-        Raises ProgramError if microbatches need that version, and it was not stashed.
+        Raises ProgramError if microbatches still need the old version, and it was not stashed.
         """
         if self._open:
             raise ProgramError(
@@ -104,14 +106,14 @@ class VersionedPart:
             self._predicted[self._newest] = list(torch._foreach_add(now, changes, alpha=self._ahead))
 
     def restart(self) -> None:
-        """Renumber the newest version as 0, when no other is needed.
+        """Renumber the newest version as 0, after all microbatches have ended.
 
-        Raises ProgramError if others are stashed.
+        Raises ProgramError if older versions are still held.
         """
         if self._kept or self._open:
             raise ProgramError(
-                f"The program ended while versions {[*self._kept]} of the weights were kept. Build it again from its "
-                "plan."
+                f"The program ended while older versions of the weights were kept or in use (kept: {[*self._kept]}). "
+                "Build the program again from its plan."
             )
         self._newest = 0
         self._predicted.clear()

@@ -1,11 +1,11 @@
-"""Offload to the host: its memory, the places of states, and the host's work in parallel with the computations.
+"""Offload to the host: optimizer states, parameters and activations in host memory or on drives.
 
-pieces         parameters on the device, and their counterparts on the host
-states         the optimizer over a piece, and its states, in host memory or in a file on drives
-pinned_memory  checks that hosts and drives have room
-copy_streams   the threads that execute the host's instructions
-saved_values   activations, between forward and backward
-hosting        the host of a rank, which joins all of these
+pieces         groups of parameters that the host updates together, with their tensors on the device and on the host
+states         the optimizer updates of a piece, and its states in host memory or in a file on a drive
+pinned_memory  host memory, files on drives, and checks that hosts and drives have room
+copy_streams   the threads that execute copies and updates while the device computes
+saved_values   activations on the host between forward and backward
+hosting        the offload of one rank, which joins all of these
 """
 
 from meshwright.runtime.offload.hosting import Hosted, Hosting, find_partial, keep_saved, take_to_host

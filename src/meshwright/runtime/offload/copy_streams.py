@@ -1,11 +1,11 @@
 """The host's work in parallel with a rank's computations: one thread for each host stream of the program.
 
-A thread executes the instructions of its stream in order. Each waits for its dependencies: instructions of other host
-streams, computations that the executor reports by `happened` or the marks that they raise, and works that it `issued`.
-So nothing blocks the thread that issues computations until it needs a result. On a GPU a thread has its own CUDA stream
-for copies; an instruction is done when its copies are.
+A thread executes the instructions of its stream in order. An instruction waits for its dependencies: instructions of
+other host streams, computations and marks that the executor reports by `HostStreams.happened`, and asynchronous works
+that it reports by `HostStreams.issued`. The thread that issues computations is blocked only when it needs a result. On
+a GPU each thread has its own CUDA stream for copies; an instruction is done when its copies are.
 
-Fake tensors, of a dry run, belong to one thread: there instructions run when something waits for them.
+In a dry run, fake tensors belong to one thread: there an instruction runs when another waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.runtime.rank_program import HostItem, MarkKey
 from meshwright.runtime.transport import WaitedOnce, Work
 from meshwright.spec import Instruction, RunError
 
-# Executes an instruction; returns the bytes that it moved.
+# A function that executes an instruction and returns the bytes that it moved.
 Act = Callable[[], int]
 
 
@@ -54,7 +54,10 @@ class _Signal:
 
 
 class HostWork:
-    """An instruction in progress; ``span`` is when it was executed, by this process's clock, once it is done."""
+    """An instruction of a host stream in progress.
+
+    ``span`` is its start and end in ns of `time.perf_counter_ns`, None until it is done.
+    """
 
     def __init__(self, item: HostItem, act: Act, streams: HostStreams) -> None:
         self.item, self._act, self._streams = item, act, streams
@@ -65,24 +68,27 @@ class HostWork:
 
     @property
     def is_set(self) -> bool:
-        """Whether it is done."""
+        """Whether the instruction is done."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Return when it is done. Raises its error, or that of a dependency."""
+        """Wait until the instruction is done. Raises its error, or the error of a dependency."""
         self._streams.run_until(self)
         self._done.wait()
         if self._error is not None:
             raise self._error
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
-        """Execute it after its dependencies."""
+        """Execute the instruction after its dependencies, on ``stream`` (None on CPUs); keep its error for `wait`."""
         try:
             with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
                 for awaited in self.awaits:
                     awaited.wait()
                 if self._streams.is_closed:
-                    raise RunError("The session was closed while its host was at work. Do not use it after `close`.")
+                    raise RunError(
+                        "The session was closed while copies to or from the host were in progress. Do not use it after "
+                        "`close`."
+                    )
                 start = time.perf_counter_ns()
                 moved = self._act()
                 if stream is not None:
@@ -96,7 +102,10 @@ class HostWork:
 
 
 class HostStreams:
-    """The streams of a rank's host. ``moved``: the last section's instructions by end, and the bytes of each."""
+    """The host streams of a rank, one thread each.
+
+    ``moved``: the instructions of the last section in the order in which they ended, and the bytes that each moved.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,10 +119,12 @@ class HostStreams:
     def begin(self, items: Iterable[tuple[HostItem, Act]], more: Mapping[int, Collection[int]]) -> dict[int, HostWork]:
         """Start the instructions of a section; return the work of each, by its id.
 
-        ``more``: additional dependencies of instructions, as ids that `happened` is called with.
+        ``more``: additional dependencies by instruction id, as keys that `happened` is called with.
         """
         if self.is_closed:
-            raise RunError("The session was closed, and with it the threads of its host. Open another one to train on.")
+            raise RunError(
+                "The session was closed, and its offload threads have ended. Open another session to continue training."
+            )
         self.moved = []
         self._signals = {}
         works = {item.index: HostWork(item, act, self) for item, act in items}
@@ -127,12 +138,12 @@ class HostStreams:
         return works
 
     def happened(self, key: int | MarkKey) -> None:
-        """Report that a computation was issued completely, or raised a mark."""
+        """Report that a computation (by its id) was issued completely, or that a mark was raised."""
         if (signal := self._signals.get(key)) is not None:
             signal.set(moment=self._moment())
 
     def issued(self, index: int, works: Sequence[Work]) -> Sequence[Work]:
-        """Report asynchronous works that were issued; return the works that others should wait for instead."""
+        """Report the asynchronous works of an instruction; return the works that the caller has to wait for instead."""
         if (signal := self._signals.get(index)) is None:
             return works
         if self._device.type != "cuda":
@@ -141,7 +152,7 @@ class HostStreams:
         return works
 
     def run_until(self, work: HostWork) -> None:
-        """Execute ready instructions until some work is done (dry runs only)."""
+        """Execute instructions until ``work`` is done (in dry runs only; otherwise threads do)."""
         while self._is_inline and not work.is_set:
             ready = [
                 queue.popleft()

@@ -1,6 +1,7 @@
-"""The host of a rank (`Hosting`): pieces come down, are updated and go up, in parallel with the computations.
+"""The offload of one rank (`Hosting`): copy gradients to the host, update there, copy new parameters back.
 
-`take_to_host` and `keep_saved` build it: the pieces of its updates, memory for them, states, threads.
+All of it runs in parallel with the computations. A piece is a group of parameters that the host updates together
+(`pieces`). `take_to_host` offloads the optimizer, `keep_saved` activations.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from meshwright.runtime.rank_program import HostItem, MarkKey
 from meshwright.spec import Graph, Instruction, Plan, PlanError, ProgramError
 from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, SavedDown, SavedUp, WriteStates
 
-# An additional condition of copies, if processes of a team have parts of gradients: that these are summed.
+# The key of an additional dependency of copies: gradients of which processes of a team hold partial sums are summed.
 COMPLETED = -1
 
 
 class Readiness:
-    """Signals to the threads when values on the device are ready; ``complete()`` sums gradients within teams.
+    """Tells the offload threads when values on the device are ready.
 
-    ``partial`` are the parameters of whose gradients each process of the team has only a part.
+    ``partial``: tensor ids of the parameters of whose gradients each process of a team holds only a partial sum.
+    ``complete()`` sums these gradients within the team.
     """
 
     def __init__(
@@ -57,21 +59,21 @@ class Readiness:
         self._marks.begin(marks)
 
     def computing(self, index: int) -> None:
-        """Note that a computation starts."""
+        """Report that the computation with this id starts."""
         self._marks.computing(index)
 
     def computed(self, index: int) -> None:
-        """Note that it was issued completely."""
+        """Report that the computation with this id was issued completely."""
         self._marks.computed(index)
         self.streams.happened(index)
 
     @property
     def completes(self) -> bool:
-        """Whether gradients have to be completed once all are summed."""
+        """Whether partial sums of gradients still have to be summed within the team in this section."""
         return bool(self.partial) and not self._is_complete
 
     def complete(self) -> None:
-        """Complete gradients; once per step."""
+        """Sum the partial sums of gradients within the team; further calls in the same section do nothing."""
         if not self._is_complete:
             self._complete()
             self._is_complete = True
@@ -84,10 +86,10 @@ class Readiness:
 
 
 class Hosting:
-    """The host of one rank: its pieces, activations of its stages, and the threads that process them.
+    """The offload of one rank: its pieces, the offloaded activations of its stages, and the threads for both.
 
-    ``updates`` is None if the optimizer is on the device; ``saved`` has the layers of stages whose activations are
-    on the host.
+    ``updates`` runs the optimizer on the host, None if it is on the device. ``saved``: by stage, the layers whose
+    activations are offloaded.
     """
 
     def __init__(
@@ -103,21 +105,21 @@ class Hosting:
 
     @property
     def resident(self) -> set[int]:
-        """The parameters that are on the host, by tensor id."""
+        """Tensor ids of the parameters that are kept in host memory between passes."""
         return {i for piece in self._pieces.values() if piece.facts.is_resident for i in piece.facts.parameters}
 
     @property
     def remark(self) -> str:
-        """A remark for the user on where states are kept."""
+        """A warning for the user about the place of optimizer states; "" without one."""
         return self._updates.states.remark if self._updates is not None else ""
 
     @property
     def moved(self) -> list[tuple[Instruction, int]]:
-        """The host's instructions in the last step, in the order of their ends, and the bytes of each."""
+        """The host's instructions of the last step in the order in which they ended, and the bytes that each moved."""
         return self.readiness.streams.moved
 
     def begin(self, items: Sequence[HostItem]) -> dict[int, HostWork]:
-        """Start the host's work in a section."""
+        """Start the host's instructions of a section; return the work of each, by its id."""
         self.readiness.begin({mark for item in items for mark in item.marks})
         more = {
             item.index: (COMPLETED,)
@@ -132,7 +134,7 @@ class Hosting:
         return works
 
     def close(self) -> None:
-        """Stop the threads, and delete the files on drives."""
+        """Stop the threads, and free the files on drives."""
         self.readiness.close()
         if self._updates is not None:
             self._updates.states.close()
@@ -156,7 +158,9 @@ class Hosting:
             case WriteStates(piece=number):
                 return lambda: updates.states.write(self._pieces[number])
             case _:
-                raise ProgramError(f"{instruction} is in the wrong stream. Build the program again.")
+                raise ProgramError(
+                    f"{instruction} is in a stream of the host, which cannot execute it. Build the program again."
+                )
 
 
 class _Marks:
@@ -208,7 +212,10 @@ class _Marks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """The pieces of a rank in host memory, its needs there, and the signals of what is ready."""
+    """The pieces of a rank in host memory.
+
+    ``needs``: bytes of host memory and drives that the rank needs. ``folder``: where states on drives are kept.
+    """
 
     plan: Plan
     pieces: list[HostedPiece]
@@ -218,7 +225,10 @@ class Hosted:
     folder: Path
 
     def make_states(self, optimizer: torch.optim.Optimizer | None) -> PieceStates:
-        """Create the place of the optimizer's states. Raises RunError for a folder that cannot hold them."""
+        """Return the storage of the optimizer's states, in host memory or on drives as planned.
+
+        Raises RunError if the folder cannot hold them.
+        """
         if self.plan.offload.optimizer == "host" or detect_fake_mode() is not None:
             return StatesOnHost(optimizer, self.memory)
         file = DriveFile(self.folder, self.needs.drive_bytes)
@@ -241,10 +251,10 @@ def take_to_host(
     folder: Path,
     rank: int,
 ) -> Hosted | None:
-    """Move a rank's updated tensors to host memory; None if its plan steps on the device. All call it together.
+    """Make host copies of the tensors that a rank's optimizer updates; None if the optimizer is on the device.
 
-    ``complete()`` sums gradients of which the processes of a team have parts. Raises RunError for hosts or drives
-    without room.
+    ``updated``: these tensors by tensor id. ``complete()`` sums gradients of which the processes of a team hold
+    partial sums. All processes call it together. Raises RunError if a host or drive lacks room.
     """
     plan = share.plan
     if not isinstance(plan, Plan) or plan.offload.optimizer == "device":
@@ -265,7 +275,7 @@ def take_to_host(
 
 
 class KeptSaved(NamedTuple):
-    """The layers of stages whose activations are on the host, by stage, with its memory and threads."""
+    """By stage, the layers whose activations are offloaded, with the host memory and the threads for the copies."""
 
     layers: dict[int, SavedLayers]
     memory: HostMemory
@@ -273,10 +283,10 @@ class KeptSaved(NamedTuple):
 
 
 def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device, rank: int) -> KeptSaved | None:
-    """Let a rank's stages keep their activations on its host; None if its plan leaves them on the device.
+    """Offload the activations of a rank's stages to its host; None if the plan keeps them on the device.
 
-    All call it together. Raises RunError for hosts without room, which were checked already if the optimizer is
-    ``hosted``.
+    All processes call it together. Raises RunError if a host lacks room (`take_to_host` has checked that already if
+    ``hosted`` is given).
     """
     plan = share.plan
     away_of = find_stages_away(plan, share.model.graph, share.stages, device)
@@ -298,7 +308,10 @@ def keep_saved(share: Holding, hosted: Hosted | None, device: torch.device, rank
 
 
 def find_partial(graph: Graph) -> set[int]:
-    """Return the parameters of whose gradients each process of a team has only a part, summed before an update."""
+    """Return the tensor ids of parameters of whose gradients each process of a team holds only a partial sum.
+
+    These are summed before an update.
+    """
     return {item.tensor for item in graph.collectives if item.phase == "step"}
 
 
@@ -308,7 +321,7 @@ def _find_facts(
     """The pieces whose steps the program has for this rank, in the program's order."""
     if plan.exchange.partition_bytes:
         raise PlanError(
-            f"The plan keeps {plan.offload.describe()}, and cuts buckets of gradients into parts (partition_bytes = "
+            f"The plan keeps {plan.offload.describe()}, and splits gradient buckets into parts (partition_bytes = "
             f"{plan.exchange.partition_bytes}); such a plan can only be simulated. Leave partition_bytes out."
         )
     buckets = gradient_buckets(share.model.graph, plan)
@@ -326,7 +339,7 @@ def _find_facts(
 
 
 def widen_gradients(modules: Sequence[torch.nn.Module], dtype: torch.dtype) -> None:
-    """Let summed gradients of shards have a type of their own."""
+    """Give the gradients of FSDP2 shards the type ``dtype``, which may differ from the type of the shards."""
     for group in _groups(modules):
         group._init_mp_dtypes = _with_gradients(group, dtype)
         for item in group.fsdp_params:
@@ -344,7 +357,7 @@ def _with_gradients(group: Any, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def move_to_host(modules: Sequence[torch.nn.Module], memory: HostMemory) -> None:
-    """Move shards, and their gradients when they are created, into host memory; for processors."""
+    """Move FSDP2 shards, and their gradients when these are created, into host memory. For CPU devices only."""
     for group in _groups(modules):
         for item in group.fsdp_params:
             parameter, padded = item.sharded_param, item._sharded_param_data

@@ -1,11 +1,11 @@
-"""The pieces of a rank's parameters that its host updates: their tensors on the device and on the host.
+"""The pieces of a rank: groups of parameters that the host updates together, on the device and on the host.
 
-A piece is identified by the number in the program's `CopyDown`, `HostStep` and `CopyUp`: a summed bucket, of which a
-rank may have a part, or parameters outside all buckets (`program.host_offload`). On the host each has
+A piece is a gradient bucket (or the rank's shard of one), or parameters outside all buckets (`program.host_offload`).
+Its number is that in the program's `CopyDown`, `HostStep` and `CopyUp`. On the host each piece has two flat tensors:
 
-    gradients   flat, in their type: the target of copies from the device and, with master weights, the source of
-                copies of the new parameters
-    values      the optimizer's tensors: a copy of the parameters, or their master weights
+    gradients   the target of copies from the device; with master weights, also the source of copies of the new
+                parameters
+    values      the tensors that the optimizer updates: a copy of the parameters, or their master weights
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from meshwright.spec.precision import Numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceFacts:
-    """A piece before it has memory: its parameters by tensor id, and the offset of each among its ``size`` elements.
+    """A piece before it has host memory.
 
-    ``flat_gradients`` and ``flat_values`` are the contiguous tensors on the device. ``mark`` is the number of the mark
-    that the program raises when they are ready, if the piece is not a bucket. If ``is_resident``, parameters and
-    gradients are on the host as they are.
+    ``parameters`` by tensor id; ``starts``: the offset of each among the ``size`` elements of the piece.
+    ``flat_gradients`` and ``flat_values`` are contiguous tensors on the device, or None. ``mark``: the
+    number of the mark that is raised when the gradients of a piece outside all buckets are ready, -1 for a bucket.
+    ``is_resident``: parameters and gradients are in host memory already (offload of parameters).
     """
 
     number: int
@@ -52,9 +53,11 @@ def find_pieces(
     *,
     are_resident: bool,
 ) -> list[PieceFacts]:
-    """Return the pieces of a rank: its buckets, and the parameters outside them, by their numbers in the program.
+    """Return the pieces of a rank.
 
-    ``are_resident``: parameters outside all buckets are on the host.
+    ``exchanged``: its buckets with their buffers. ``unsummed``: parameters outside all buckets, with the number of the
+    piece in the program. ``updated``: the tensors to update, by tensor id. ``are_resident``: those outside all buckets
+    are in host memory.
     """
     found = []
     for bucket, buffer in exchanged:
@@ -103,7 +106,11 @@ def _one_behind_the_other(own: Mapping[int, torch.Tensor]) -> tuple[dict[int, in
 
 @dataclass(slots=True)
 class HostedPiece:
-    """A piece with its memory; ``present`` are the parameters that had a gradient at the copy down."""
+    """A piece with its host memory.
+
+    ``leaving`` is the tensor that is copied to the device. ``hosted``: the optimizer's parameters by tensor id.
+    ``has_masters``: ``values`` are master weights. ``present``: tensor ids of the parameters with a gradient.
+    """
 
     facts: PieceFacts
     gradients: torch.Tensor
@@ -118,11 +125,11 @@ class HostedPiece:
         self._views = {} if self.facts.is_resident else {i: self._of(self.gradients, i) for i in self.facts.parameters}
 
     def find_present(self) -> None:
-        """Note which parameters have a gradient."""
+        """Set ``present`` to the parameters that have a gradient now."""
         self.present = [i for i, item in self.facts.parameters.items() if item.grad is not None]
 
     def copy_down(self) -> int:
-        """Copy gradients from the device to the host; return the bytes."""
+        """Copy the gradients from the device to the host; return the copied bytes."""
         facts = self.facts
         self.find_present()
         if facts.flat_gradients is not None:
@@ -136,19 +143,19 @@ class HostedPiece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the existing gradients, or of the room for them."""
+        """Bytes of the gradients on the host: all of the flat tensor, or the existing ones if they are resident."""
         if not self.facts.is_resident:
             return self.gradients.nbytes
         return sum(self._gradient(i).nbytes for i in self.present)
 
     def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply the gradients on the host."""
+        """Multiply the gradients on the host by a factor, in place."""
         gradients = [self._gradient(i) for i in self.present] if self.facts.is_resident else [self.gradients]
         for item in gradients:
             item.mul_(factor.to(item) if isinstance(factor, torch.Tensor) else factor)
 
     def take_gradients(self) -> list[torch.nn.Parameter]:
-        """Set the gradients of the optimizer's tensors; return the parameters that have one."""
+        """Set ``.grad`` of the optimizer's parameters; return those that have a gradient."""
         found = [i for i in self.present if i in self.hosted]
         for i in found:
             gradient, hosted = self._gradient(i), self.hosted[i]
@@ -163,7 +170,7 @@ class HostedPiece:
         return own_part(gradient)
 
     def narrow(self) -> None:
-        """Write the new parameters in their type, if the values are master weights."""
+        """Convert updated master weights to the type of the parameters; nothing without master weights."""
         if self.has_masters and self.facts.is_resident:
             for i, item in self.facts.parameters.items():
                 own_part(item.detach()).copy_(self._of(self.values, i))
@@ -171,7 +178,7 @@ class HostedPiece:
             self.leaving.copy_(self.values)
 
     def copy_up(self) -> int:
-        """Copy new parameters to the device; return the bytes."""
+        """Copy the updated parameters to the device; return the copied bytes."""
         facts = self.facts
         if facts.flat_values is not None:
             facts.flat_values.copy_(self.leaving, non_blocking=True)
@@ -181,7 +188,7 @@ class HostedPiece:
         return self.leaving.nbytes
 
     def read_values(self) -> None:
-        """Read the device's parameters into the optimizer's values."""
+        """Copy the device's parameters into ``values``, the optimizer's tensors."""
         if self.facts.is_resident and not self.has_masters:
             return
         self.values.zero_()
@@ -189,13 +196,13 @@ class HostedPiece:
             self._of(self.values, i).copy_(own_part(item.detach()))
 
     def place_values(self, values: torch.Tensor) -> None:
-        """Let the optimizer update other memory; an empty tensor takes its memory away."""
+        """Make ``values`` the memory that the optimizer updates; an empty tensor releases that memory."""
         self.values = values
         for i, item in self.hosted.items():
             item.data = self._of(values, i) if values.numel() else values
 
     def shape_of(self, tensor: int) -> torch.Size:
-        """Return the shape of the rank's part of a parameter."""
+        """Return the shape of a parameter, or of the rank's shard of it."""
         return own_part(self.facts.parameters[tensor].detach()).shape
 
     def _of(self, flat: torch.Tensor, tensor: int) -> torch.Tensor:
@@ -204,9 +211,9 @@ class HostedPiece:
 
 
 def make_hosted(facts: PieceFacts, numbers: Numbers, memory: HostMemory, *, on_drives: bool) -> HostedPiece:
-    """Return a piece in host memory, with the values of the device.
+    """Return a piece with host memory, and with the values of the device's parameters.
 
-    ``on_drives``: master weights will be there, so that the piece has none yet (`StatesOnDrives`).
+    ``on_drives``: `StatesOnDrives` adds the memory of master weights later.
     """
     first = next(iter(facts.parameters.values()))
     is_narrow = bool(numbers.master) and first.dtype is not getattr(torch, numbers.master)

@@ -1,8 +1,8 @@
 """Host memory for tensors (`HostMemory`), files on drives (`DriveFile`), and checks that hosts have room for both.
 
-On a machine with CUDA host memory is pinned if a GPU copies from it or to it. Otherwise it is mapped: its pages come
-from the system and return there. It is not counted by torch's allocator, whose bytes are the device memory if the
-device is a processor. It starts at a page boundary, as direct reads and writes of drives need.
+On a machine with CUDA, host memory is pinned if a GPU copies from it or to it. Other host memory is mapped (mmap), so
+that its pages return to the system, and torch's allocator does not count it: if the device is a CPU, the allocator's
+bytes are the device memory. It starts at a page boundary, as direct reads and writes of drives need.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from meshwright.program import HostNeeds, count_host_needs, lower_plan
 from meshwright.spec import Graph, Plan, RunError, format_bytes
 from meshwright.spec.files import make_folder
 
-FOLDER_ADVICE = "Give a folder on a drive with room for them: --offload-folder, or prepare(..., offload_folder=...)."
+FOLDER_ADVICE = "Give a folder on a drive with enough room: --offload-folder, or prepare(..., offload_folder=...)."
 
 
 def choose_folder(given: Path | str | None) -> Path:
-    """Return the folder for states on drives: by default that of temporary files."""
+    """Return the folder for optimizer states on drives: ``given``, or the folder of temporary files."""
     return Path(given) if given is not None else Path(tempfile.gettempdir())
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder for optimizer states, unless it exists. Raises RunError if it is not writable."""
+    """Create the folder for optimizer states if it does not exist. Raises RunError if that fails."""
     try:
         make_folder(folder)
     except OSError as error:
         raise RunError(
-            f"{folder}: optimizer states cannot be kept there ({error.strerror or error}). {FOLDER_ADVICE}"
+            f"{folder}: this folder cannot hold optimizer states ({error.strerror or error}). {FOLDER_ADVICE}"
         ) from None
 
 
 def check_host(plan: Plan, graph: Graph, folder: Path, device: Backend) -> None:
-    """Raise RunError if this host lacks room for all ranks of a plan before they start."""
+    """Raise RunError if this host lacks memory or drive space for the offload of all ranks of a plan."""
     local, lowered = lower_plan(plan, graph)
     every = [count_host_needs(local, lowered, rank, device) for rank in range(local.num_ranks)]
     host_bytes = plan.sharding.width * sum(needs.host_bytes for needs in every)
@@ -56,9 +56,10 @@ def check_host(plan: Plan, graph: Graph, folder: Path, device: Backend) -> None:
 
 
 def check_room(needs: HostNeeds, folder: Path | None) -> None:
-    """Raise RunError on all processes if the host of any lacks room for the offloaded states of its processes.
+    """Raise RunError on all processes if any host lacks room for the offload of its processes.
 
-    All call it together. Resident tensors are already allocated, and not counted again.
+    ``needs``: bytes of this process. Resident tensors are allocated already, and not counted. All processes call it
+    together.
     """
     host = Host()
     own = (
@@ -79,7 +80,7 @@ def check_room(needs: HostNeeds, folder: Path | None) -> None:
 
 
 def explain_memory(folder: Path) -> str:
-    """Return a remark for the user on a folder whose files are in memory; empty for other folders."""
+    """Return a warning if the files of a folder are in memory (tmpfs); "" for other folders."""
     drive = _drive(Host(), folder)
     if drive is None or not drive.is_memory:
         return ""
@@ -99,8 +100,8 @@ def _check(
         away = f", {format_bytes(drive_bytes)} of them in {folder}, which is in memory ({drive.kind}), not on a drive"
     if memory is not None and host_bytes > memory:
         raise RunError(
-            f"The plan takes {format_bytes(host_bytes)} more of the memory of host {name}{away}; it has "
-            f"{format_bytes(memory)} available. "
+            f"The plan needs {format_bytes(host_bytes)} more memory on host {name}{away}; "
+            f"{format_bytes(memory)} are available there. "
             + (
                 FOLDER_ADVICE
                 if fits_elsewhere
@@ -127,14 +128,14 @@ ALIGNMENT = 64
 
 
 class HostMemory:
-    """Makes buffers for one device, and counts their bytes."""
+    """Allocates host memory for the copies of one device; ``num_bytes`` counts the bytes in use."""
 
     def __init__(self, device: torch.device) -> None:
         self._pins = device.type == "cuda"
         self.num_bytes = 0
 
     def new(self, num_bytes: int, *, copied: bool = False) -> HostBuffer:
-        """Return a buffer; ``copied``: the device copies from and to it."""
+        """Return a new buffer. ``copied``: the device copies from or to it, so it is pinned on a machine with CUDA."""
         self.num_bytes += num_bytes
         return HostBuffer(num_bytes, pin=copied and self._pins)
 
@@ -143,16 +144,19 @@ class HostMemory:
         self.num_bytes -= buffer.num_bytes
 
     def empty(self, size: int, dtype: torch.dtype, *, copied: bool = False) -> torch.Tensor:
-        """Return a flat tensor of ``size`` elements."""
+        """Return a flat, uninitialised tensor of ``size`` elements in host memory."""
         return self.new(size * dtype.itemsize, copied=copied).view(0, (size,), dtype)
 
     def moved(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor."""
+        """Return a copy of a tensor in host memory."""
         return self.empty(value.numel(), value.dtype).view(value.shape).copy_(value)
 
 
 class HostBuffer:
-    """A buffer of ``num_bytes``, over ``memory`` if given; files are read and written with it in whole pages."""
+    """A buffer of ``num_bytes`` in host memory: pinned, mapped, or over ``memory`` if given.
+
+    A mapped buffer is a whole number of pages long, as direct reads and writes of files need.
+    """
 
     def __init__(self, num_bytes: int, *, pin: bool = False, memory: mmap.mmap | None = None) -> None:
         self.memory, self.num_bytes = memory, num_bytes
@@ -169,12 +173,12 @@ class HostBuffer:
             self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)[:num_bytes]
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in the buffer, starting at an offset."""
+        """Return a tensor in the buffer that starts ``offset`` bytes after its begin."""
         return self._bytes[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Return the smallest multiple of ``multiple`` that is not below ``number``."""
     return -(-number // multiple) * multiple
 
 
@@ -187,9 +191,9 @@ PAGE_BYTES = mmap.PAGESIZE
 # whole pages; otherwise they use it. Its space is allocated before the first step, so that a full drive is noticed
 # then.
 class DriveFile:
-    """A file without a name in a folder, with room for ``num_bytes``. Raises RunError if it cannot be created.
+    """A file without a name in a folder, with ``num_bytes`` allocated. Raises RunError if it cannot be created.
 
-    ``is_direct``: reads and writes bypass the cache.
+    ``is_direct``: reads and writes bypass the system's cache.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -200,7 +204,10 @@ class DriveFile:
         self._take_room(self.num_bytes)
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve whole pages; return the offset of the first."""
+        """Reserve ``num_bytes``, rounded up to whole pages; return their offset in bytes.
+
+        Raises RunError if the drive has no room.
+        """
         start, self._end = self._end, self._end + round_up(num_bytes, PAGE_BYTES)
         if self._end > self.num_bytes:
             # An optimizer with more states than the plan assumes.
@@ -209,16 +216,18 @@ class DriveFile:
         return start
 
     def read(self, start: int, into: memoryview) -> None:
-        """Fill memory from the file, starting at an offset."""
+        """Fill ``into`` from the file, starting at byte ``start``. Raises RunError if the file is too short."""
         done = 0
         while done < len(into):
             count = os.preadv(self._file, [into[done:]], start + done)
             if not count:
-                raise RunError(f"{self.folder}: the file of optimizer states ended early. Start the run again.")
+                raise RunError(
+                    f"{self.folder}: the file of optimizer states is shorter than expected. Start the run again."
+                )
             done += count
 
     def write(self, start: int, values: memoryview) -> None:
-        """Write memory to the file, starting at an offset. Raises RunError if the drive refuses."""
+        """Write ``values`` to the file, starting at byte ``start``. Raises RunError if the write fails."""
         done = 0
         try:
             while done < len(values):
@@ -229,11 +238,11 @@ class DriveFile:
             ) from None
 
     def map(self, start: int, num_bytes: int) -> HostBuffer:
-        """Return a part of the file as memory, which is read on access."""
+        """Return ``num_bytes`` of the file as mapped memory, which is read on access."""
         return HostBuffer(num_bytes, memory=mmap.mmap(self._file, num_bytes, offset=start))
 
     def close(self) -> None:
-        """Free the space."""
+        """Close the file, which frees its space."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -1,12 +1,13 @@
-"""Activations on the host: tensors that autograd saves in the forward of a layer go there, and return for its backward.
+"""Offload of activations: tensors that autograd saves are copied to the host, and copied back for the backward.
 
 torch passes saved tensors to a pack hook, and gets them back from an unpack hook (`saved_tensors_hooks` of
-`torch.autograd.graph`, as in `save_on_cpu` and torchtune's `OffloadActivations`). Here storages are copied, each once,
-by the instructions of the program: `SavedDown` of a unit of layers when its forward has ended, `SavedUp` when the
-backward reaches the unit after it. `cost.memory.away` defines what stays, and what waits for which copy. Results that
-selective checkpointing keeps do not pass the hooks; recomputed ranges pass them on (`checkpointing.RecomputedRange`).
+`torch.autograd.graph`, as in `save_on_cpu` and torchtune's `OffloadActivations`). Each storage is copied once, by the
+instructions of the program. `SavedDown` copies the storages of a unit (one or several layers) to the host after the
+unit's forward. `SavedUp` copies them back when the backward reaches the unit after it. `cost.memory.away` defines
+which tensors stay on the device. Results that selective checkpointing keeps do not pass the hooks; recomputed ranges
+pass them on (`checkpointing.RecomputedRange`).
 
-Device memory is allocated and freed by the computing thread, so that the allocator's order is that of the device.
+The computing thread allocates and frees device memory, so that the allocator's order is that of the device.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ class _Tape:
 
 
 class SavedLayers:
-    """The activations of one stage's layers; ``away`` lists their units and bytes.
+    """The offloaded activations of one stage; ``away`` lists its units of layers and their bytes.
 
-    ``widening``: the width of floating numbers in relation to the plan's.
+    ``widening``: bytes per floating-point element divided by those that the plan assumes.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class SavedLayers:
             self._works[instruction.microbatch][isinstance(instruction, SavedUp)][unit] = work
 
     def copy_down(self, instruction: SavedDown) -> int:
-        """Copy a unit's saved values to the host; return the bytes."""
+        """Copy the saved tensors of a unit to the host; return the copied bytes."""
         unit = self._units[instruction.layer]
         values = self._tapes[instruction.microbatch].down[unit]
         starts, end = list[int](), 0
@@ -132,7 +133,10 @@ class SavedLayers:
         return sum(value.away.nbytes for value in values if value.away is not None)
 
     def copy_up(self, instruction: SavedUp) -> int:
-        """Copy the values that a unit reads into memory prepared on the device; return the bytes."""
+        """Copy the tensors that a unit's backward reads to the device; return the copied bytes.
+
+        Their device memory is allocated before.
+        """
         values = self._tapes[instruction.microbatch].up[self._units[instruction.layer]]
         for value in values:
             assert value.flat is not None, "there is room"
@@ -145,7 +149,7 @@ class SavedLayers:
 
     @contextmanager
     def recording(self, microbatch: int, part: torch.nn.Module, fed: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Record the forward of a microbatch; ``fed`` are the arguments of the part."""
+        """Run the block as the forward of a microbatch of the module ``part``, whose arguments are ``fed``."""
         state = (*part.parameters(), *part.buffers(), *_constants(part), *fed)
         tape = _Tape(staying={_storage(value) for value in state if _has_storage(value)})
         tape.downs, tape.ups = self._works[microbatch]
@@ -158,7 +162,10 @@ class SavedLayers:
         self._running = None
 
     def end_unit(self, outputs: Sequence[torch.Tensor]) -> None:
-        """End the running unit, which made these outputs of the stage; the next may start when this returns."""
+        """End the forward of the current unit; ``outputs`` are the stage outputs that it made.
+
+        Waits for the copies of the unit before, and frees their device memory.
+        """
         tape = self._running
         if tape is None or tape.unit > self._final:
             return
@@ -177,7 +184,7 @@ class SavedLayers:
         tape.known = {storage: value for storage, value in tape.known.items() if value.flat is not None}
 
     def pack(self, tensor: Any) -> Any:
-        """Return the placeholder of a tensor until the backward; the tensor itself if it stays."""
+        """Return the placeholder of a saved tensor that is offloaded; the tensor itself if it stays on the device."""
         tape = self._running
         if tape is None or tape.unit >= self._final or not self._leaves(tensor, tape):
             return tensor
@@ -212,7 +219,7 @@ class SavedLayers:
 
     @contextmanager
     def replaying(self, microbatch: int) -> Iterator[None]:
-        """Replay the backward of a microbatch."""
+        """Run the block as the backward of a microbatch."""
         tape = self._tapes[microbatch]
         _turn_round(tape)
         self._begin_up(tape, max(tape.ups, default=-1))
@@ -222,7 +229,7 @@ class SavedLayers:
         del self._tapes[microbatch]
 
     def unpack(self, packed: Any) -> Any:
-        """Return the tensor of a placeholder, on the device."""
+        """Return the tensor of a placeholder on the device; waits for its copy."""
         if not isinstance(packed, _Packed):
             return packed
         value = packed.value
@@ -268,14 +275,14 @@ def _turn_round(tape: _Tape) -> None:
 
 
 def backend_on(device: torch.device) -> Backend:
-    """Return the backend of a device."""
+    """Return ``cuda`` for a GPU, ``cpu`` for any other device."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
 def find_stages_away(
     plan: Plan | Placement, graph: Graph, stages: Sequence[StageSlice], device: torch.device
 ) -> dict[int, Away]:
-    """Return the offloaded part of each of a rank's stages; empty if activations stay on the device."""
+    """Return the offloaded activations of a rank's stages, by stage; empty if activations stay on the device."""
     if not isinstance(plan, Plan) or plan.offload.activations == "device":
         return {}
     workload = plan.workload
@@ -296,7 +303,10 @@ class _UnitEnd(torch.nn.Module):
 
 
 def mark_units(module: torch.nn.Module, away: Away) -> None:
-    """Insert the ends of units into a stage's module, except the last; its nodes name their ops (`ranges`)."""
+    """Insert a call at the end of each unit except the last into a stage's module.
+
+    The nodes of the module have to be marked with their ops (`ranges.note_ops`).
+    """
     assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
     graph = module.graph
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -315,7 +325,7 @@ def mark_units(module: torch.nn.Module, away: Away) -> None:
 
 
 def tell_layers(module: torch.nn.Module, layers: SavedLayers) -> None:
-    """Let a module notify ``layers`` at the ends of its units, and pass on the kept results of recomputed ranges."""
+    """Make a module call ``layers`` at the ends of its units, and offload the kept results of its recomputed ranges."""
     for item in module.modules():
         if isinstance(item, _UnitEnd):
             item.layers = layers

@@ -1,9 +1,9 @@
-"""The places of the optimizer states of pieces (`PieceStates`): host or drives; updates on the host (`HostSteps`).
+"""Optimizer states in host memory or on drives (`PieceStates`), and optimizer updates on the host (`HostSteps`).
 
 A state is a tensor that an optimizer keeps in the shape of a parameter; numbers, such as AdamW's counter, stay with the
-optimizer. On drives each piece has a region of one file, with its master weights and states in sequence. The data of a
-piece that is read or written is in one of `PIECES_AT_HAND` buffers meanwhile; the program has no more pieces in use at
-a time.
+optimizer. On drives each piece (`pieces`) has a region of one file, with its master weights and states in sequence. A
+piece that is read, updated or written occupies one of `PIECES_AT_HAND` buffers in host memory; the program never uses
+more pieces at a time.
 """
 
 from __future__ import annotations
@@ -35,32 +35,35 @@ _Name = tuple[int, str]
 
 
 class PieceStates(Protocol):
-    """Where the optimizer states of pieces are kept between steps.
+    """The storage of the pieces' optimizer states between steps: host memory or a file on a drive.
 
-    This is host memory (`StatesOnHost`) or a file on drives (`StatesOnDrives`).
+    ``remark``: a warning for the user about the storage; "" without one.
     """
 
     remark: str
 
     def read(self, piece: HostedPiece) -> int:
-        """Bring a piece's states to host memory; return the bytes."""
+        """Read a piece's states into host memory; return the bytes."""
 
     def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
-        """Note that the optimizer updated a piece and may have new states; ``replaced``: it received others."""
+        """Call after the optimizer updated a piece and may have created states.
+
+        ``replaced``: the states were replaced, as by a checkpoint.
+        """
 
     def write(self, piece: HostedPiece) -> int:
-        """Put a piece's states back; return the bytes."""
+        """Write a piece's states to the storage; return the bytes."""
 
     @contextmanager
     def at_hand(self, pieces: Sequence[HostedPiece]) -> Iterator[None]:
-        """Make the tensors of all states readable in the block."""
+        """Make the states of these pieces readable in the block, as tensors of the optimizer."""
 
     def close(self) -> None:
-        """Free that memory or file."""
+        """Free the storage."""
 
 
 class StatesOnHost:
-    """States in host memory."""
+    """Optimizer states in host memory."""
 
     remark = ""
 
@@ -79,7 +82,7 @@ class StatesOnHost:
         return 0
 
     def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
-        """Move new states to host memory."""
+        """Move new states from ordinary to counted host memory (`HostMemory`)."""
         number = piece.facts.number
         if number in self._settled and not replaced:
             return
@@ -94,11 +97,11 @@ class StatesOnHost:
 
     @contextmanager
     def at_hand(self, pieces: Sequence[HostedPiece]) -> Iterator[None]:  # noqa: ARG002 - all are
-        """Do nothing: they always are."""
+        """Do nothing: states are always readable."""
         yield
 
     def close(self) -> None:
-        """Do nothing: memory is freed with its tensors."""
+        """Do nothing: host memory is freed with its tensors."""
 
 
 class _Region(NamedTuple):
@@ -111,7 +114,10 @@ class _Region(NamedTuple):
 
 
 class StatesOnDrives:
-    """States in a file with initial room for ``bytes_per_element``. Master weights are written at the start."""
+    """Optimizer states and master weights in a file on a drive; master weights are written at the start.
+
+    The file reserves ``bytes_per_element`` for each element of a piece at first, and more if needed.
+    """
 
     def __init__(
         self,
@@ -126,8 +132,8 @@ class StatesOnDrives:
         self.remark = explain_memory(file.folder)
         if not self.remark and not file.is_direct:
             self.remark = (
-                f"{file.folder}: does not support direct reads and writes, so that optimizer states go through the "
-                f"system's cache, which takes host memory. {FOLDER_ADVICE}"
+                f"{file.folder}: this file system has no direct reads and writes (O_DIRECT), so that optimizer states "
+                f"pass through the system's cache, which takes host memory. {FOLDER_ADVICE}"
             )
         self._places = {piece.facts.number: place for place, piece in enumerate(pieces)}
         self._slots: dict[int, HostBuffer] = {}
@@ -139,7 +145,7 @@ class StatesOnDrives:
             self.write(piece)
 
     def read(self, piece: HostedPiece) -> int:
-        """Read states from the file to the piece's buffer, where the optimizer finds them."""
+        """Read a piece's states from the file into its buffer, and point the optimizer to them; return the bytes."""
         region = self._regions[piece.facts.number]
         if not region.num_bytes:
             return 0
@@ -150,10 +156,10 @@ class StatesOnDrives:
         return self._held_bytes(piece)
 
     def stepped(self, piece: HostedPiece, *, replaced: bool = False) -> None:
-        """Do nothing: states go to the file by an instruction of the program."""
+        """Do nothing: a `WriteStates` instruction of the program writes the states."""
 
     def write(self, piece: HostedPiece) -> int:
-        """Write states to the file; the optimizer keeps none of them."""
+        """Write a piece's states to the file, and release them in the optimizer; return the bytes."""
         held = self._held(piece)
         region = self._regions.get(piece.facts.number)
         if region is None or region.offsets.keys() != held.keys():
@@ -172,7 +178,7 @@ class StatesOnDrives:
 
     @contextmanager
     def at_hand(self, pieces: Sequence[HostedPiece]) -> Iterator[None]:
-        """Map tensors from the file; they stay readable after the block."""
+        """Map the states of these pieces from the file; tensors taken in the block stay readable after it."""
         for piece in pieces:
             region = self._regions[piece.facts.number]
             if region.num_bytes:
@@ -242,7 +248,7 @@ class StatesOnDrives:
 
 
 def find_states(optimizer: torch.optim.Optimizer | None, piece: HostedPiece) -> dict[_Name, torch.Tensor]:
-    """Return an optimizer's existing states of a piece's parameters in their shapes."""
+    """Return the states that an optimizer has for a piece, by (tensor id, name): tensors in the parameter's shape."""
     found: dict[_Name, torch.Tensor] = {}
     for i, parameter in piece.hosted.items():
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
@@ -258,7 +264,7 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 
 
 class HostedValues(Masters):
-    """The optimizer's tensors on the host: ``updated`` has them by tensor id, for trained parameters."""
+    """The optimizer's tensors on the host; ``updated`` has them by tensor id."""
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter], pieces: Sequence[HostedPiece]) -> None:
         self._pieces = pieces
@@ -275,7 +281,7 @@ class HostedValues(Masters):
         }
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from a `state`, and from the parameters on the device if there are no masters."""
+        """Restore master weights from a `state`; pieces without master weights copy the device's parameters."""
         for piece in self._pieces:
             if not piece.has_masters:
                 piece.read_values()
@@ -290,9 +296,10 @@ class HostedValues(Masters):
 # fused pass over the elements on a processor, that is used, unless the user chose otherwise. Gradients on the device
 # stay as summed: the factors for clipping and for the loss scale are applied here.
 class HostSteps(StageSteps):
-    """Updates on the host, over pieces whose gradients were copied down, with the states in host memory.
+    """Optimizer updates on the host, one piece at a time (`update`), after its gradients were copied to the host.
 
-    Called with a stage, it clears the stage's gradients; `update` has already updated its pieces, one by one.
+    Calling it with a stage counts the update and clears the stage's gradients. ``states`` is the storage of the
+    optimizer states. Other arguments as in `StageSteps`.
     """
 
     def __init__(
@@ -318,7 +325,7 @@ class HostSteps(StageSteps):
             parameter.grad = None
 
     def update(self, piece: HostedPiece) -> int:
-        """Update a piece; return the bytes of its gradients."""
+        """Run the optimizer on a piece; return the bytes of its gradients. Skips it if the loss scale overflowed."""
         inverse = self._scale.inverse if self._scale is not None else 1.0
         is_left_out = self._scale is not None and self._scale.skips()
         if not is_left_out and self._optimizer is not None:
@@ -362,12 +369,12 @@ class HostSteps(StageSteps):
                 group["params"] = params
 
     def state(self) -> dict[str, Any]:
-        """Return the state as in `StageSteps`; states on drives are tensors that are read from there on access."""
+        """Return the state as in `StageSteps`. States on drives are mapped tensors, read from the file on access."""
         with self.states.at_hand(self._pieces):
             return super().state()
 
     def take_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`, after the device's parameters were restored."""
+        """Restore a `state`; call it after the device's parameters were restored."""
         super().take_state(state)
         for piece in self._pieces:
             self.states.stepped(piece, replaced=True)
@@ -404,9 +411,10 @@ def _step_at_once(optimizer: torch.optim.Optimizer, place: int, chosen: Sequence
 
 
 def use_fused(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let an optimizer visit the elements on processors once, if it can and the user chose nothing else.
+    """Set ``fused`` of the optimizer's groups, so that torch updates in one pass on a CPU.
 
-    Not for elements of two bytes, which torch rounds differently there than on the device.
+    Only for optimizers that support it, if the user has not chosen an implementation, and not for elements of two
+    bytes, which the fused CPU kernels round differently than the device.
     """
     if optimizer is None or type(optimizer) not in _FUSED:
         return

@@ -1,8 +1,8 @@
-"""Plans that split ops: one rank of the plan is a team of neighbouring processes, which share the work of each op.
+"""Tensor, context and expert parallelism: each rank of the plan is a team of processes that split the ops.
 
-grid            the place of a process in its team, and the processes that it exchanges with
+grid            the position of a process in its team, and its process groups
 shares          a process's shard of a tensor, and the whole tensor from all shards
-team_operators  the ops that the sharding added, as autograd functions over process groups; ops that compute a shard in
-                another way than the whole; tokens on their way to the processes that have their experts, and back
-local_parts     a stage's module as one process of a team computes it
+team_operators  the collectives that the sharding added, as autograd functions; ops whose shard needs another
+                computation than the whole op; dispatch of tokens to experts
+local_parts     the model of one process of a team
 """

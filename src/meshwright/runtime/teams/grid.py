@@ -1,4 +1,7 @@
-"""The place of a process: process p of w in a team is device p % w of the rank p // w of the plan (`spec.teams`)."""
+"""The position of a process among the teams.
+
+With teams of w processes, process p is device p % w of rank p // w of the plan (`spec.teams`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from meshwright.spec.sharding import AXES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisGroup:
-    """The processes of one axis that exchange with each other: their ``ranks``, and the ``index`` of this one."""
+    """The process group of one mesh axis: the process numbers ``ranks``, and the ``index`` of this process in it."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -22,13 +25,16 @@ class AxisGroup:
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """The number of processes in the group."""
         return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamPosition:
-    """One process among teams of ``width``: the ``rank`` of the plan to which it belongs, and its place in the team."""
+    """The position of one process: number ``process`` of all, in teams of ``width`` processes.
+
+    ``axes``: its process group for each mesh axis with more than one process.
+    """
 
     process: int
     width: int
@@ -36,18 +42,18 @@ class TeamPosition:
 
     @property
     def rank(self) -> int:
-        """Index of this process's team among the ranks of the plan."""
+        """The rank of the plan whose team this process belongs to."""
         return self.process // self.width
 
     @property
     def place(self) -> int:
-        """Index of this process in its team."""
+        """The index of this process in its team."""
         return self.process % self.width
 
     def new_group(self, ranks: Sequence[int], description: str | None = None) -> dist.ProcessGroup:
-        """Create a process group for each index in the teams of these ranks; return this process's group.
+        """Return the group of the processes that have this process's index in the teams of ``ranks`` (of the plan).
 
-        All processes call it together.
+        It makes such a group for every index. All processes call it together.
         """
         made = [
             dist.new_group([rank * self.width + place for rank in ranks], group_desc=description)
@@ -56,12 +62,15 @@ class TeamPosition:
         return made[self.place]
 
     def process_of(self, rank: int) -> int:
-        """Return the process of another team that has the same index as this one."""
+        """Return the number of the process with the same index in the team of ``rank``."""
         return rank * self.width + self.place
 
 
 def make_grid(sharding: Sharding, process: int, num_ranks: int) -> TeamPosition:
-    """Return the grid, and a process group for every row of every axis; all processes make all groups in one order."""
+    """Return the position of ``process``, and make the process groups of all axes and teams.
+
+    All processes call it together, so that all make all groups in the same order.
+    """
     axes: dict[Axis, AxisGroup] = {}
     for axis in AXES:
         size, stride = sharding.size(axis), sharding.stride(axis)

@@ -1,10 +1,10 @@
 """The model of one process of a team: its shards of the parameters, and its shard of every op.
 
-The graph is the local one that the simulator estimates (`program.plan_lowering`): the same ops in the same order, with
-conversions among them. Each op is torch's operator on local tensors, except those of `team_operators` and
-`team_operators`. Whole parameters and buffers stay the user's own objects; shards of others are new ones.
+Its graph is the local graph that the simulator estimates (`program.plan_lowering`): the same ops in the same order,
+with conversions (collectives) among them. Each op is torch's operator on local tensors, except those of
+`team_operators`. Whole parameters and buffers stay the user's own objects; shards are new objects.
 
-Modules for a single op compute nothing of their own: they call torch's operator, or return empty results.
+The modules for a single op in this file call torch's operator, or return empty results.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ _FACTORS = ("mul", "mul_", "div", "div_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalModel:
-    """The model of one process; ``plan`` and ``graph`` are its own, made by a ``sharding``."""
+    """The model of one process whose ops are split by a ``sharding``, as a `local_models.Model`.
+
+    ``plan`` and ``graph`` are those of the process. ``shares``: its shards of parameters and buffers, by tensor id.
+    """
 
     plan: Plan
     graph: Graph
@@ -79,15 +82,15 @@ class LocalModel:
 
     @property
     def whole(self) -> Graph:
-        """The graph of the whole model, before it is split."""
+        """The captured graph, before it is split."""
         return self.captured.graph
 
     def eager(self) -> Self:
-        """Return the model with eager layers."""
+        """Return the same model without torch.compile."""
         return replace(self, graph=replace(self.graph, compiled=0), compilation=Compilation(refused=STAYS_EAGER))
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """Return a module that computes ``fetches`` from ``feeds`` by some ops, with this process's input shards.
+        """Return a module that computes this process's shards of ``fetches`` from those of ``feeds``, by the given ops.
 
         Raises PlanError for an op that cannot be sharded.
         """
@@ -112,13 +115,13 @@ class LocalModel:
             )
         except GraphError as error:
             raise PlanError(
-                f"The plan splits ops, which is not possible for this model: {error.args[0].split(';')[0]}. Plan "
+                f"The plan splits ops, but this model's ops cannot be split: {error.args[0].split(';')[0]}. Plan "
                 f"without {self.sharding.describe()} to run."
             ) from None
         return compile_units(checkpoint_ranges(made, self.graph, ops), self.graph, self.compilation)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
-        """Return the same for all ops, without communication: only shapes and strides are right."""
+        """Return a module that computes ``fetches`` by all ops, without communication: shapes and strides are right."""
         size = self.plan.microbatch_size
         ops = range(len(self.graph.ops))
         modules = {index: self._stand_in(index) for index in ops if self._module_of(index) is not None}
@@ -126,7 +129,7 @@ class LocalModel:
         return rebuild(self.graph, inputs, fetches, ops, batch_size=size, converters={}, modules=modules, device=device)
 
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
-        """Return this process's shard of a graph input for one microbatch."""
+        """Return this process's shard of ``value``, a graph input for one microbatch with this tensor id."""
         return self._own(value, tensor).contiguous() if is_split(tensor, self.sharded.layouts) else value
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
@@ -135,23 +138,23 @@ class LocalModel:
         return join_shares(shares, tensor, self.sharded.layouts, self.sharding, size)
 
     def is_split(self, tensor: int) -> bool:
-        """Return whether the processes of a team have different parts of a tensor."""
+        """Return whether a tensor is sharded over the processes of a team."""
         return is_split(tensor, self.sharded.layouts)
 
     def alike(self, tensor: int) -> int:
-        """Return the number of processes of a team that have the same part of a tensor."""
+        """Return the number of processes of a team that hold the same shard of a tensor."""
         sharding, layouts = self.sharding, self.sharded.layouts
         return prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][tensor], Shard))
 
     @property
     def loss_share(self) -> float:
-        """The factor for each process's loss, so that those of a team, parts or the whole, add up to it."""
+        """The factor for this process's loss, so that the losses of a team's processes add up to the loss."""
         layouts, sharding = self.sharded.layouts, self.sharding
         loss = self.graph.outputs[0]
         return 1.0 / prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][loss], Partial))
 
     def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Sum, before the stage is updated, the gradients of which each process of the team has a part."""
+        """Sum over the team, before the stage is updated, the gradients of which each process holds a partial sum."""
         for item in self.graph.collectives:
             # All processes of a team run the same ops: a tensor without a gradient here has none anywhere.
             if item.phase == "step" and item.tensor in stage.parameters and item.tensor in gradients:
@@ -174,7 +177,7 @@ class LocalModel:
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
-        """By the id of a user's parameter, the shard that replaces it here."""
+        """By ``id()`` of a user's parameter, the shard that replaces it on this process."""
         names = {tensor: self.graph.tensors[tensor].name for tensor in self.shares}
         return {id(self.captured.trace.attribute(name)): self.shares[tensor] for tensor, name in names.items()}
 
@@ -186,8 +189,8 @@ class LocalModel:
         is_whole = all(isinstance(given[i], Replicate) for given in layouts for i in (*op.inputs, *op.outputs))
         if buffers and (not is_whole or any(is_converted for _, is_converted in roots)):
             raise PlanError(
-                f"The plan splits {op.name!r}, which updates {self.graph.tensors[buffers[0]].name!r} as it runs; a "
-                f"shard would give other statistics. Place the op whole (`--placement '{op.name}=tensor'`"
+                f"The plan splits {op.name!r}, which updates {self.graph.tensors[buffers[0]].name!r} in its "
+                f"forward; a shard would give other statistics. Place the op whole (`--placement '{op.name}=tensor'`"
                 "), freeze the statistics, or plan without the axis."
             )
 
@@ -220,7 +223,7 @@ class LocalModel:
             return own_graph(self.captured, op, batch_size=size, device=self.device)
         if op.random and op.outputs and self.is_split(op.outputs[0]):
             if op.outputs[0] in self.sharded.own_rows:
-                raise refuse_share(op, "drops choices, which each process has in its own order")
+                raise refuse_share(op, "applies dropout to routed tokens, which each process has in its own order")
             return self._random(op)
         if op.kind.startswith("aten.cross_entropy_loss."):
             return self._cross_entropy(op)
@@ -272,7 +275,7 @@ class LocalModel:
 
     def _random(self, op: Op) -> torch.nn.Module:
         if not op.kind.startswith("aten.dropout."):
-            raise refuse_share(op, "draws random numbers in another way than dropout")
+            raise refuse_share(op, "draws random numbers, and only dropout can do that on shards")
         made, size = op.outputs[0], self.plan.microbatch_size
         local = [extent.at(size) for extent in self.graph.tensors[made].shape]
         whole = whole_shape(local, made, self.sharded.layouts, self.sharding, size)
@@ -282,12 +285,12 @@ class LocalModel:
 def local_model(captured: Captured, plan: Plan, grid: TeamPosition, device: torch.device) -> LocalModel:
     """Return the model of this process, on its device, under a plan that splits ops.
 
-    Raises PlanError for tensors that cannot be split evenly, or are gathered again.
+    Raises PlanError if a tensor cannot be split evenly, or if the plan gathers tensors again in the backward.
     """
     if plan.sharding.regather:
         raise PlanError(
-            "The plan gathers again in the backward what sequence parallelism split (`regather`), which can only be "
-            "simulated. Plan without it to run."
+            "The plan gathers sequence-parallel activations again in the backward (`regather`), which can only be "
+            "simulated. Plan without `regather` to run."
         )
     local_plan, graph = lower_plan(plan, captured.graph)
     sharded = shard_graph(captured.graph, plan.sharding)
@@ -318,9 +321,9 @@ def _check_returned(graph: Graph, plan: Plan, sharded: ShardedGraph) -> None:
             if not isinstance(layouts[tensor], Replicate):
                 maker = next((op.name for op in graph.ops if tensor in op.outputs), "")
                 raise PlanError(
-                    f"The plan leaves each process of the {axis} axis a part of {graph.tensors[tensor].name!r}, which "
-                    f"the model returns. Place the op that makes it whole (`--placement '{maker}={axis}'`), or plan "
-                    "without the axis."
+                    f"The plan leaves each process of the {axis} axis only a shard of {graph.tensors[tensor].name!r}, "
+                    f"which the model returns. Place the op that makes it whole (`--placement '{maker}={axis}'`), or "
+                    "plan without the axis."
                 )
 
 
@@ -345,7 +348,7 @@ def _special(
         return lambda call: CountOn(axis, call)
     is_part = [isinstance(item, Partial) for item in read]
     if any(is_part) and not _keeps_sums(graph, op, is_part):
-        raise refuse_share(op, "needs a sum of which processes have only parts")
+        raise refuse_share(op, "needs a complete sum, of which each process has only a partial sum")
     if not isinstance(made, Partial):
         return None
     if name in BIASES and len(op.inputs) > 2:
@@ -368,7 +371,7 @@ def _keeps_sums(graph: Graph, op: Op, is_part: Sequence[bool]) -> bool:
 
 
 class Plain(torch.nn.Module):
-    """A torch operator, called with its inputs."""
+    """The module of one op: torch's operator, called with the op's inputs."""
 
     def __init__(self, graph: Graph, index: int, batch_size: int, device: torch.device) -> None:
         super().__init__()
@@ -384,13 +387,13 @@ class Plain(torch.nn.Module):
 
 
 class Empty(torch.nn.Module):
-    """Results of known shapes and types, without values."""
+    """The module of one op that returns uninitialised tensors of given shapes and types."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         super().__init__()
         self._looks, self._device = tuple(zip(shapes, dtypes, strict=True)), device
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:  # noqa: ARG002 - only shapes count
-        """One tensor, or a tuple of several."""
+        """Return one tensor, or a tuple of several."""
         made = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._looks)
         return made[0] if len(made) == 1 else made

@@ -1,4 +1,4 @@
-"""A process's shard of a tensor, by its layout; and the whole tensor from all shards."""
+"""Cut a process's shard out of a tensor, by the tensor's layout, and join all shards to the whole tensor."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from meshwright.spec import Graph, Shard, Sharding
 from meshwright.spec.exchange import Axis
 from meshwright.spec.sharding import Layout
 
-# The tensor may already be split by earlier axes, for example along tokens.
+# The order in which axes split a tensor; later axes split what earlier ones left, for example along tokens.
 SPLITTING_ORDER: tuple[Axis, ...] = ("expert", "context", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor of a known batch size is cut along a dim: ``parts`` equal parts, each sharded by itself."""
+    """How a tensor of a known batch size is sharded along a dim.
+
+    The dim has ``parts`` equal sections, each sharded by itself, as the three sections of a fused QKV weight.
+    """
 
     dim: int
     parts: int
 
     def shares(self, value: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """Return the shards of ``size`` processes."""
+        """Return the shards of a tensor for ``size`` processes."""
         pieces = [piece.chunk(size, self.dim) for piece in value.chunk(self.parts, self.dim)]
         if len(pieces) == 1:
             return list(pieces[0])
@@ -36,7 +39,7 @@ class Cut:
 
 
 def cut_of(layout: Layout, batch_size: int) -> Cut | None:
-    """Return the cut of a layout; None if every process has a tensor of full size."""
+    """Return the cut of a layout; None if every process has a tensor of full size (`Replicate`, `Partial`)."""
     return Cut(layout.dim, layout.parts.at(batch_size)) if isinstance(layout, Shard) else None
 
 
@@ -46,7 +49,10 @@ Layouts = Mapping[Axis, tuple[Layout, ...]]
 def own_share(
     value: torch.Tensor, tensor: int, layouts: Layouts, places: Mapping[Axis, int], sharding: Sharding, batch_size: int
 ) -> torch.Tensor:
-    """Return the shard of a whole tensor, by its id, for the process at ``places``."""
+    """Return the shard of the whole tensor ``value`` (with this tensor id) for one process.
+
+    ``places``: the index of the process on each axis.
+    """
     for axis in SPLITTING_ORDER:
         if axis in layouts and (cut := cut_of(layouts[axis][tensor], batch_size)) is not None:
             value = cut.shares(value, sharding.size(axis))[places[axis]]
@@ -56,7 +62,7 @@ def own_share(
 def join_shares(
     shares: Sequence[torch.Tensor], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
 ) -> torch.Tensor:
-    """Return the whole tensor from the shards of a team's processes, in the order of their places."""
+    """Return the whole tensor from the shards of a team's processes, in the order of their index in the team."""
     found = list(shares)
     # Among the team's places the tensor axis varies fastest.
     for axis in reversed(SPLITTING_ORDER):
@@ -72,7 +78,7 @@ def join_shares(
 def whole_shape(
     shape: Sequence[int], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
 ) -> tuple[int, ...]:
-    """Return the shape of a tensor of which one process has a shard of ``shape``."""
+    """Return the shape of the whole tensor, if one process has a shard of ``shape``."""
     found = list(shape)
     for axis, given in layouts.items():
         if (cut := cut_of(given[tensor], batch_size)) is not None:
@@ -81,12 +87,12 @@ def whole_shape(
 
 
 def is_split(tensor: int, layouts: Layouts) -> bool:
-    """Return whether processes have different parts of a tensor."""
+    """Return whether a tensor is sharded on some axis."""
     return any(isinstance(given[tensor], Shard) for given in layouts.values())
 
 
 def find_uneven(whole: Graph, local: Graph, layouts: Layouts, sharding: Sharding) -> int | None:
-    """Return the first tensor that its axes do not divide; None if all are even."""
+    """Return the id of the first tensor that cannot be sharded evenly over its axes; None if all can."""
     batch_size = whole.batch_size or 2
     samples = batch_size * sharding.size("expert")
     for tensor, (ours, theirs) in enumerate(zip(whole.tensors, local.tensors, strict=False)):

@@ -1,17 +1,17 @@
-"""Ops of a local graph whose shards need another computation than torch's operator; conversions; routed tokens.
+"""Ops of a local graph that need another computation on shards than torch's operator; collectives between them.
 
-embedding       a process has some rows of the table: the others' are zero, and the sum over all is the result
-cross_entropy   a process has some classes: the largest logit, the sum of exponentials and the target's own logit are
-                exchanged, a number per target each (Shoeybi et al., Megatron-LM, 2019, section 3)
-attention       a process has some of the queries, after those of the processes before it, and all keys; under a causal
-                mask it uses the keys up to its last query
-arange          a process continues the numbers of those before it
+embedding       a process holds some rows of the table; rows of other processes give zero, and an all-reduce adds up
+cross_entropy   a process holds some classes: the largest logit, the sum of exponentials and the target's own logit are
+                all-reduced, one number per target each (Shoeybi et al., Megatron-LM, 2019, section 3)
+attention       a process holds a range of the queries, and all keys; under a causal mask it uses the keys up to its
+                last query
+arange          a process computes its range of the numbers
 dropout         all processes draw the whole mask, as one process would, and use their shard
-products        each process has one term of the sum: the first process of the axis adds the bias
-means           each process divides its part of the sum by the total count (for cross entropy: of the targets that are
+products        each process has a partial sum; the first process of the axis adds the bias
+means           each process divides its partial sum by the total count (for cross entropy: of the targets that are
                 not ignored, or their weight)
-sums            of partial and of whole tensors: each process adds 1/n of the whole ones, whose gradient is whole
-conversions     of a tensor from its layout to the wanted one (`Convert`)
+sums            of partial and of whole tensors: each of n processes adds 1/n of the whole ones, whose gradient is whole
+conversions     of a tensor from its layout to the wanted one, by a collective (`Convert`)
 experts         routed tokens go to the ranks that have their experts, and back (`arranging_module`)
 """
 
@@ -42,12 +42,12 @@ from meshwright.torch_names import all_gather_single, reduce_scatter_single
 # The number of rows is known only at run time: counts are exchanged first, and read by the host, as the all-to-all of
 # the rows needs them. Gradients go in the other direction. No row is dropped.
 def count_rows(ends: torch.Tensor) -> torch.Tensor:
-    """Return the number of rows per expert, from the ends of their ranges."""
+    """Return the number of rows of each expert; ``ends`` are the ends of the experts' ranges of sorted rows."""
     return torch.diff(ends, prepend=ends.new_zeros(1)).long()
 
 
 def expert_of_arrived(received: torch.Tensor) -> torch.Tensor:
-    """Return the local expert of each row, in order of arrival."""
+    """Return the index of the local expert of each row, in order of arrival."""
     num_ranks, num_experts = received.shape
     experts = torch.arange(num_experts, device=received.device).repeat(num_ranks)
     return experts.repeat_interleave(received.flatten())
@@ -62,17 +62,17 @@ def arrival(received: torch.Tensor) -> torch.Tensor:
 
 
 def arrival_inverse(received: torch.Tensor) -> torch.Tensor:
-    """Return the inverse of `arrival`: it restores the order of arrival."""
+    """Return the inverse permutation of `arrival`, which restores the order of arrival."""
     return arrival(received).argsort()
 
 
 def group_ends(received: torch.Tensor) -> torch.Tensor:
-    """Return the end of each local expert's range of rows, once rows are sorted by expert."""
+    """Return the end (int32) of each local expert's range of rows, after rows are sorted by expert."""
     return received.sum(0).cumsum(0).int()
 
 
 def group_ids(received: torch.Tensor) -> torch.Tensor:
-    """Return the local expert of each row, once rows are sorted by expert."""
+    """Return the index of the local expert of each row, after rows are sorted by expert."""
     return expert_of_arrived(received).sort().values
 
 
@@ -97,26 +97,29 @@ def arranging_module(op: Op, axis: AxisGroup | None) -> torch.nn.Module | None:
 
 
 class Arrange(torch.nn.Module):
-    """Computes indices from the row counts alone (`ARRANGING`)."""
+    """The module of an op that computes indices from the numbers of received rows (`ARRANGING`)."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Return the indices, integers."""
+        """Return the indices; ``received`` has shape (ranks, local experts)."""
         return self._function(received)
 
 
 class ExchangeCounts(torch.nn.Module):
-    """Exchanges the number of rows that each rank sends to each local expert."""
+    """All-to-all of the numbers of rows that each rank sends to each expert."""
 
     def __init__(self, axis: AxisGroup) -> None:
         super().__init__()
         self._axis = axis
 
     def forward(self, ends: torch.Tensor) -> torch.Tensor:
-        """Return received row counts (ranks, local experts), from the ends of this process's rows of all experts."""
+        """Return the numbers of rows to receive, shape (ranks, local experts).
+
+        ``ends``: the ends of all experts' ranges in this process's sorted rows.
+        """
         sent = count_rows(ends)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._axis.group)
@@ -124,7 +127,7 @@ class ExchangeCounts(torch.nn.Module):
 
 
 class ExchangeRows(torch.nn.Module):
-    """Sends rows to the ranks that have their experts; with ``is_home`` back to the ranks that sent them."""
+    """All-to-all of rows to the ranks that have their experts; with ``is_home``, back to the ranks they came from."""
 
     def __init__(self, axis: AxisGroup, *, is_home: bool) -> None:
         super().__init__()
@@ -162,9 +165,10 @@ def _send(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConversion:
-    """``have`` and ``want``: the cuts before and after, None for full size; ``sums``: the input is a part of a sum.
+    """One conversion of a tensor's layout over the processes of an axis.
 
-    ``goes_round``: shards are passed round a ring.
+    ``have`` and ``want``: the cuts before and after, None for full size. ``sums``: the input is a partial sum.
+    ``backward``: the collective for the gradient, None without one. ``goes_round``: shards are passed round a ring.
     """
 
     axis: AxisGroup
@@ -185,14 +189,14 @@ class LocalConversion:
 #     all_to_all             they are sharded along the other dim
 #     none                   the own shard of a gradient that is whole everywhere, or the gradient itself
 class Convert(torch.nn.Module):
-    """A conversion as a module."""
+    """The module of a conversion."""
 
     def __init__(self, conversion: LocalConversion) -> None:
         super().__init__()
         self._conversion = conversion
 
     def forward(self, value: torch.Tensor, made: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the converted tensor; ``made`` is the result if it is known already, and nothing is sent then."""
+        """Return the converted tensor. ``made``: the result if it is known already; then nothing is sent."""
         found: torch.Tensor = _Convert.apply(value, self._conversion, made)
         return found
 
@@ -237,21 +241,21 @@ class _Convert(torch.autograd.Function):
 
 
 def gather(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
-    """All-gather: return the tensors of all processes."""
+    """Return the tensors of all processes of the axis (all-gather)."""
     found = value.new_empty(axis.size * value.numel())
     all_gather_single(found, value.contiguous().view(-1), group=axis.group)
     return list(found.view(axis.size, *value.shape).unbind())
 
 
 def sum_up(value: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
-    """All-reduce: return the sum over the processes."""
+    """Return the sum over the processes of the axis (all-reduce)."""
     found = value.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, group=axis.group)
     return found
 
 
 def sum_shares(value: torch.Tensor, cut: Cut, axis: AxisGroup) -> torch.Tensor:
-    """Reduce-scatter: return this process's shard of the sum."""
+    """Return this process's shard of the sum over the processes of the axis (reduce-scatter)."""
     shares = torch.stack(cut.shares(value, axis.size))
     found = torch.empty_like(shares[0])
     reduce_scatter_single(found.view(-1), shares.view(-1), group=axis.group)
@@ -259,7 +263,7 @@ def sum_shares(value: torch.Tensor, cut: Cut, axis: AxisGroup) -> torch.Tensor:
 
 
 def swap(value: torch.Tensor, have: Cut, want: Cut, axis: AxisGroup) -> torch.Tensor:
-    """All-to-all: return the same tensor, split along another dim."""
+    """Return this process's shard of the same tensor by another cut (all-to-all)."""
     if have.dim == want.dim:
         return want.shares(have.join(gather(value, axis)), axis.size)[axis.index].contiguous()
     shares = torch.stack(want.shares(value, axis.size))
@@ -269,7 +273,7 @@ def swap(value: torch.Tensor, have: Cut, want: Cut, axis: AxisGroup) -> torch.Te
 
 
 def pass_round(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
-    """Return the tensors of all processes, which pass them on in a ring."""
+    """Return the tensors of all processes of the axis, which pass them on in a ring."""
     found: list[torch.Tensor | None] = [None] * axis.size
     moving = value.contiguous()
     found[axis.index] = moving
@@ -280,7 +284,7 @@ def pass_round(value: torch.Tensor, axis: AxisGroup) -> list[torch.Tensor]:
 
 
 def sum_round(shares: Sequence[torch.Tensor], axis: AxisGroup) -> torch.Tensor:
-    """Return this process's shard of a sum: partial sums pass from process to process, and each adds its part."""
+    """Return this process's shard of the sum over the axis (ring reduce-scatter of ``shares``)."""
     moving = shares[(axis.index - 1) % axis.size].contiguous()
     for step in range(2, axis.size + 1):
         moving = _shift(moving, axis) + shares[(axis.index - step) % axis.size]
@@ -302,7 +306,7 @@ def _shift(value: torch.Tensor, axis: AxisGroup) -> torch.Tensor:
 
 
 class LookUp(torch.nn.Module):
-    """Embedding by the rows that this process has."""
+    """Embedding by the rows of the table that this process holds."""
 
     def __init__(self, op: Op, axis: AxisGroup) -> None:
         super().__init__()
@@ -310,7 +314,7 @@ class LookUp(torch.nn.Module):
         self._axis = axis
 
     def forward(self, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return the rows; zero for those of other processes."""
+        """Return the rows of the table; zero for rows that other processes hold."""
         local = index - self._axis.index * len(weight)
         mine = (local >= 0) & (local < len(weight))
         padding = self._padding - self._axis.index * len(weight)
@@ -319,7 +323,10 @@ class LookUp(torch.nn.Module):
 
 
 class CrossEntropy(torch.nn.Module):
-    """Cross entropy of logits whose classes, dim 1, are sharded; their ``rows`` may be, too, over other axes."""
+    """Cross entropy of logits whose classes (dim 1) are sharded over ``axis``.
+
+    ``rows``: the other axes over which the targets are sharded.
+    """
 
     def __init__(self, op: Op, axis: AxisGroup, rows: Sequence[AxisGroup]) -> None:
         super().__init__()
@@ -329,12 +336,12 @@ class CrossEntropy(torch.nn.Module):
         self._ignored = int(attributes.get("ignore_index", "-100"))
         self._axis, self._rows = axis, tuple(rows)
         if attributes.get("reduction", "1") not in ("1", "2") or float(attributes.get("label_smoothing", "0")):
-            raise refuse_share(op, "smooths labels or keeps the loss of every target")
+            raise refuse_share(op, "has label smoothing, or a loss per target (reduction='none')")
         if len(op.inputs) > 2:
-            raise refuse_share(op, "weighs classes")
+            raise refuse_share(op, "has weights of classes")
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss, the same on every process."""
+        """Return the loss: the same on every process of the axis, and a partial sum over the axes of ``rows``."""
         # As under autocast, sums of exponentials are never in half precision.
         exact = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         rows = exact.movedim(1, -1).flatten(0, -2)
@@ -381,7 +388,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class Attend(torch.nn.Module):
-    """Attention of some queries to all keys, or under a causal mask to those up to the last query."""
+    """Attention of a range of queries to all keys; under a causal mask, to the keys up to the last query."""
 
     def __init__(self, op: Op, axis: AxisGroup, call: torch.nn.Module) -> None:
         super().__init__()
@@ -393,7 +400,7 @@ class Attend(torch.nn.Module):
         self._is_grouped = attributes.get("enable_gqa") == "True"
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """Attend with queries that see all keys before them in the whole row."""
+        """Return the attention of this process's queries, masked by their positions in the whole sequence."""
         if not self._is_causal:
             found: torch.Tensor = self._call(*given)
             return found
@@ -408,40 +415,43 @@ class Attend(torch.nn.Module):
 
 
 class CountOn(torch.nn.Module):
-    """This process's shard of a range."""
+    """The op arange, as this process's shard of the numbers."""
 
     def __init__(self, axis: AxisGroup, call: torch.nn.Module) -> None:
         super().__init__()
         self._axis, self._call = axis, call
 
     def forward(self) -> torch.Tensor:
-        """Return this process's numbers of the range."""
+        """Return this process's shard of the numbers."""
         found: torch.Tensor = self._call()
         return found + self._axis.index * len(found)
 
 
 class DropOut(torch.nn.Module):
-    """Dropout by this process's shard of the whole mask; ``share`` cuts it out."""
+    """Dropout by this process's shard of the mask; ``whole`` is the mask's shape, ``share(mask)`` cuts the shard."""
 
     def __init__(self, op: Op, whole: tuple[int, ...], share: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._kept, self._whole, self._share = 1.0 - float(dict(op.attributes)["p"]), whole, share
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Drop the elements that the whole mask drops."""
+        """Return the value after dropout; all processes draw the same mask."""
         mask = torch.empty(self._whole, dtype=value.dtype, device=value.device).bernoulli_(self._kept)
         return value * self._share(mask.div_(self._kept))
 
 
 class AddOnce(torch.nn.Module):
-    """A product whose parts are summed: the first process of the axis adds the bias, which is at ``place``."""
+    """A matrix product of which each process has a partial sum; only the first process of the axis adds the bias.
+
+    ``place``: the index of the bias among the arguments.
+    """
 
     def __init__(self, place: int, axis: AxisGroup, call: torch.nn.Module) -> None:
         super().__init__()
         self._place, self._is_first, self._call = place, axis.index == 0, call
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of the sum; only the first process of the axis adds the bias."""
+        """Return this process's partial sum, with the bias on the first process."""
         inputs = list(given)
         inputs[self._place] = _Once.apply(inputs[self._place], self._is_first)
         found: torch.Tensor = self._call(*inputs)
@@ -461,14 +471,17 @@ class _Once(torch.autograd.Function):
 
 
 class AddShare(torch.nn.Module):
-    """A sum of parts of a sum and of ``whole`` inputs: each process adds a share of these; their gradient is whole."""
+    """A sum of partial sums and of whole inputs: each of n processes adds 1/n of the whole ones.
+
+    ``whole``: which inputs are whole; their gradient is whole, too. ``size`` is n.
+    """
 
     def __init__(self, whole: tuple[bool, ...], size: int, call: torch.nn.Module) -> None:
         super().__init__()
         self._whole, self._size, self._call = whole, size, call
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of the sum, to which whole inputs contribute 1/n."""
+        """Return this process's partial sum."""
         pairs = zip(given, self._whole, strict=True)
         found: torch.Tensor = self._call(*(_Divide.apply(x, self._size) if is_whole else x for x, is_whole in pairs))
         return found
@@ -487,7 +500,7 @@ class _Divide(torch.autograd.Function):
 
 
 class MeanShare(torch.nn.Module):
-    """This process's part of a mean; every process has the same number of terms."""
+    """A mean as a partial sum per process; every process of the axis has the same number of terms."""
 
     def __init__(self, size: int, call: torch.nn.Module) -> None:
         super().__init__()
@@ -500,7 +513,7 @@ class MeanShare(torch.nn.Module):
 
 
 class RowLoss(torch.nn.Module):
-    """This process's part of a mean cross entropy: the sum over its targets, divided by the count or weight of all."""
+    """A mean cross entropy whose targets are sharded: a partial sum per process, over the axes ``rows``."""
 
     def __init__(self, op: Op, rows: Sequence[AxisGroup]) -> None:
         super().__init__()
@@ -543,7 +556,7 @@ BIASES: Mapping[str, int] = {
 
 
 def refuse_share(op: Op, why: str) -> PlanError:
-    """Return the error for an op that cannot be sharded, with the reason."""
+    """Return the PlanError for an op that cannot be sharded; ``why`` completes the sentence "op X, which …"."""
     return PlanError(
         f"The plan splits {op.name!r}, which {why}; such an op cannot be sharded here. Place the op whole "
         f"(`--placement '{op.name}=tensor'`), or plan without the axis."
