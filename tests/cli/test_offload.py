@@ -137,7 +137,7 @@ def test_an_offloaded_plan_is_run_but_not_compared_nor_said_where_others_cannot(
     assert "start it with: bash" in " ".join(out.split())
     code, _, error = run("run", path / "plan.json", "--device", "cpu", "--offload-folder", tmp_path)
     assert code != 0
-    assert "keeps nothing on drives, but a folder for that was given" in error
+    assert "keeps no states on drives, but --offload-folder" in error
     code, _, error = run("show", path / "plan.json", "--as", "megatron")
     assert code != 0
     assert "keeps states on the host with its distributed optimizer (ZeRO 1)" in error

@@ -89,5 +89,5 @@ def test_a_rank_that_runs_out_of_memory(tmp_path):
     path.write_text(own + MODEL.format(special=limit, width="4", times="6_000_000"))
     said = failure(plan, tmp_path)
     assert said.startswith("Rank 1 ran out of memory: ")
-    assert "the other ranks were ended. Predicted for it were " in said
-    assert "What helps: smaller microbatches (plan -m), --recompute op or full" in said
+    assert "the other ranks were ended. It was predicted to use " in said
+    assert "To use less memory, plan with smaller microbatches (-m), --recompute op or full" in said

@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_refused(results):
     assert "the checkpoint has plan " in said["plan"]
     assert "the checkpoint has seed 0, but the run has 5" in said["seed"]
     assert "no checkpoint is there" in said["nothing"]
-    assert "holds a checkpoint of 4 steps, but one of 0 is to be written" in said["other run"]
+    assert "holds a checkpoint of 4 steps, but this run has done 0" in said["other run"]
     assert said["interrupted"] == 4
     assert "4 steps were run already" in said["late"]
 

@@ -138,22 +138,24 @@ def test_a_difference_is_told(tmp_path, monkeypatch):
     job = job_of(tmp_path, "gpt-tiny", ((0,),), sharding=Sharding(tensor=2))
     expand = Expansion.expand
     monkeypatch.setattr(Expansion, "expand", lambda self, item: expand(self, item)[1:])
-    with pytest.raises(RunError, match=r"Process 1 exchanges inside of passes .* were predicted; at place 8"):
+    words = r"Process 1 communicates inside forwards, backwards and updates .* were predicted; number 8 is"
+    with pytest.raises(RunError, match=words):
         dry_run(job, 1)
     monkeypatch.undo()
     monkeypatch.setattr("meshwright.training.dry.gradient_buckets", lambda *_: ())
     job = job_of(tmp_path, "gpt-tiny", ((0, 1),))
-    with pytest.raises(RunError, match=r"Process 0 issues 1 times, 0 were predicted; at place 0: Communication\("):
+    words = r"Process 0 issues communication 1 times, but 0 were predicted; number 0 is Communication\("
+    with pytest.raises(RunError, match=words):
         dry_run(job, 0)
 
 
 def test_what_cannot_be_run_dry_is_refused(tmp_path):
     job = job_of(tmp_path, "gpt-tiny", TWO)
-    with pytest.raises(PlanError, match="Process 4 was given; expected one of 0 to 3"):
+    with pytest.raises(PlanError, match="Process 4 was given; expected a number from 0 to 3"):
         dry_run(job, 4)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        with pytest.raises(RunError, match="in a process group already"):
+        with pytest.raises(RunError, match="already has a process group"):
             dry_run(job, 0)
     finally:
         dist.destroy_process_group()

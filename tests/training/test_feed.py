@@ -202,7 +202,7 @@ def test_producers_end_when_nobody_takes():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dataset": 3}, "of type int was given; expected one with `len`"),
+        ({"dataset": 3}, "of type int was given; expected a data set with `len`"),
         ({"dataset": Stream(3), "shuffle": True}, "Stream is an iterable data set"),
         ({"dataset": Numbers(3), "depth": 0}, "depth = 0 was given; expected 1 or more"),
     ],

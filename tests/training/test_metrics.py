@@ -58,7 +58,7 @@ def test_what_is_told_is_seen_by_all(tmp_path):
 
 def test_a_port_that_is_taken_is_said():
     first = PrometheusSink(0)
-    with pytest.raises(RunError, match=rf"Port {first.port} was given for metrics and cannot be used"):
+    with pytest.raises(RunError, match=rf"Port {first.port} was given for metrics, but cannot be used"):
         PrometheusSink(first.port)
     first.close()
 

@@ -65,7 +65,7 @@ def test_a_checkpoint_that_was_changed_or_is_of_other_settings_is_refused(meshwr
     file.write_bytes(content)
     code, said = meshwright("run", "plan.json", "--steps", 6, "--checkpoint", "kept", "--resume")
     assert code == 1
-    assert "was changed since it was written. Remove" in said
+    assert "the file was changed after the checkpoint was written. Remove" in said
     shutil.rmtree(file.parent)
     code, said = meshwright("run", "plan.json", "--steps", 6, "--checkpoint", "kept", "--resume")
     assert code == 0, said
@@ -76,7 +76,7 @@ def test_a_checkpoint_that_was_changed_or_is_of_other_settings_is_refused(meshwr
     ("words", "said"),
     [
         (("--save-model", "folder"), "folder"),
-        (("--checkpoint", "file"), "results cannot be written there"),
+        (("--checkpoint", "file"), "results cannot be written to this folder"),
         (("--learning-rate", "nan"), "is not a positive number"),
         (("--seed", "-1"), "greater than or equal to 0"),
     ],

@@ -334,17 +334,17 @@ def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(gpt_plan,
         assert code == 1
         assert text == (
             f"error: The run was stopped by {number.name}; all ranks were ended and no results were written. "
-            "Start it again with the same command.\n"
+            "Start the run again with the same command.\n"
         )
         assert not (tmp_path / "o").exists()
 
 
 def test_results_that_cannot_be_written_are_refused_before_the_first_step(gpt_plan, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="results cannot be written there"):
+    with pytest.raises(RunError, match="results cannot be written to this folder"):
         run_plan(Job(plan=str(gpt_plan), num_steps=1), tmp_path / "file" / "out")
     job = Job(plan=str(gpt_plan), num_steps=1, save_model=str(tmp_path / "file" / "model.pt"))
-    with pytest.raises(RunError, match="results cannot be written there"):
+    with pytest.raises(RunError, match="results cannot be written to this folder"):
         run_plan(job, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -77,5 +77,5 @@ def test_a_placement_for_inference_runs_forward(tmp_path):
     result = run_plan(job, tmp_path / "out")
     assert result.losses == ()
     assert len(result.step_seconds) == 2
-    with pytest.raises(PlanError, match="is for inference, which trains nothing: leave out --save-model"):
+    with pytest.raises(PlanError, match=r"is for inference, which does not train\. Leave out --save-model"):
         run_plan(replace(job, save_model=str(tmp_path / "model.pt")), tmp_path / "out")

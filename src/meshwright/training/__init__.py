@@ -1,4 +1,4 @@
-"""The training API: prepare, step, save; and the ready job that `meshwright run` starts."""
+"""The training API (prepare, step, save), and the job that `meshwright run` starts."""
 
 from meshwright.training.calibrate import Calibration, calibrate_here, correct_table
 from meshwright.training.check import check_losses, refuse_unchecked

@@ -1,4 +1,7 @@
-"""One rank of a run, as torchrun's agent starts it: ``python -m meshwright.training JOB.json FOLDER LAUNCHER``."""
+"""Run one rank of a job, as torchrun's agent starts it: ``python -m meshwright.training JOB.json FOLDER LAUNCHER``.
+
+FOLDER receives progress, results and errors; LAUNCHER is the process id of the launcher.
+"""
 
 from __future__ import annotations
 

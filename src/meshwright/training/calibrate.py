@@ -1,8 +1,8 @@
-"""Correct a measurement table by a few real steps on this host, and check with other steps whether that helped.
+"""Correct a measurement table by a few real steps on this host, and check on other steps whether predictions improve.
 
-The model trains under the best plan for the given ranks. The first half of the recorded steps fits one factor each for
-forward, backward and optimizer step (`cost.calibration`); with the second half the step times predicted before and
-after are compared.
+The model trains under the best plan for the given number of ranks. The first half of the recorded steps fits one factor
+each for forward, backward and optimizer step (`cost.calibration`). The step times predicted before and after are then
+compared with the second half.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ _MICROBATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The corrected table, and the errors of predictions before and after, on steps that were not used in the fit.
+    """A corrected table, and the errors of predictions before and after, on steps that were not used in the fit.
 
-    ``scatter`` is the relative standard error of their median: (p90 - p10) / median / sqrt(number).
+    ``num_fitted`` and ``num_judged``: numbers of steps. ``measured_s``: the median step time of the judged steps, in
+    seconds; ``before_s`` and ``after_s``: the predicted step times. ``scatter``: the relative standard error of the
+    median, estimated as (p90 - p10) / median / sqrt(number of steps).
     """
 
     table: Measurements
@@ -58,16 +60,16 @@ class Calibration:
 
     @property
     def error_before(self) -> float:
-        """Error of the step time, (predicted - measured) / measured."""
+        """Relative error of the step time predicted with the old table, (predicted - measured) / measured."""
         return self.before_s / self.measured_s - 1.0
 
     @property
     def error_after(self) -> float:
-        """Error of the step time with the corrected table, (predicted - measured) / measured."""
+        """Relative error of the step time predicted with the corrected table, (predicted - measured) / measured."""
         return self.after_s / self.measured_s - 1.0
 
     def row(self) -> dict[str, Any]:
-        """Return the fields for ``--json``."""
+        """Return the results for ``--json``, without the table."""
         return {
             "corrections": [asdict(item) | {"factor": item.factor} for item in self.corrections],
             "steps_fitted": self.num_fitted,
@@ -83,7 +85,7 @@ class Calibration:
 
     @property
     def why_kept(self) -> str:
-        """The reason to keep the old table: the second half shows no gain beyond chance. Empty if it does."""
+        """The reason to keep the old table; "" if predictions of the judged steps improved by more than the scatter."""
         gained = abs(self.error_before) - abs(self.error_after)
         if gained <= 0:
             why = f"errors went from {self.error_before:+.1%} to {self.error_after:+.1%}: the table did not improve"
@@ -93,7 +95,7 @@ class Calibration:
             return ""
         return (
             f"Judged by steps that were not used in the fit: {why}. The table is kept as it was. To try again: "
-            "calibrate when nothing else runs here, with more steps (--repeats), or measure the model's ops again."
+            "calibrate while nothing else runs here, with more steps (--repeats), or measure the model's ops again."
         )
 
 
@@ -107,16 +109,18 @@ def calibrate_here(
     num_steps: int = 10,
     events: EventSink | None = None,
 ) -> Calibration:
-    """Train ``num_steps`` recorded steps of the model on ``num_ranks`` processes of this host and correct the table.
+    """Train the model on ``num_ranks`` CPU processes of this host, and correct the table by its steps.
 
-    Raises MeasurementError for a table of another device or fewer than two steps, and errors of planning and running.
+    ``reference`` names the model, ``sizes`` its size options. ``num_steps`` steps are recorded, after two steps to warm
+    up. Raises MeasurementError for a table of another device or fewer than two steps, and errors of planning and
+    running.
     """
     cluster = load_cluster(f"{num_ranks}xcpu")
     device = cluster.device_kind(0).name
     if table.device != device or num_steps < 2:
         raise MeasurementError(
-            f"A table of device {table.device!r} was given to correct by {num_steps} steps; expected a table of "
-            f"{device!r}, whose steps can run here, and at least 2 steps: one to fit and one to judge."
+            f"A table of device {table.device!r} was given, to be corrected by {num_steps} steps; expected a table of "
+            f"{device!r}, which can be run here, and at least 2 steps: one to fit and one to judge."
         )
     graph = captured_model(reference, sizes, None)[1].graph
     if graph.batch_size not in (None, microbatch_size):
@@ -139,11 +143,14 @@ def calibrate_here(
 def correct_table(
     table: Measurements, plan: Plan, graph: Graph, cluster: Cluster, measured: Timeline, reference: str
 ) -> Calibration:
-    """Fit on the first half of the measured steps, judge on the second. Raises MeasurementError for fewer than two."""
+    """Correct a table by the first half of the measured steps, and judge it on the second half.
+
+    Raises MeasurementError for fewer than two measured steps.
+    """
     seconds = measured.step_seconds()
     half = len(seconds) // 2
     if not half:
-        raise MeasurementError(f"{len(seconds)} steps were recorded; expected at least one to fit and one to judge.")
+        raise MeasurementError(f"{len(seconds)} steps were recorded; expected at least 2: one to fit and one to judge.")
     before = _simulate(plan, graph, cluster, table)
     bare = _simulate(plan, graph, cluster, replace(table, overhead_s=0.0))
     low, middle, high = np.percentile(seconds[half:], (10, 50, 90))

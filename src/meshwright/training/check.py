@@ -1,7 +1,7 @@
 """Compare the losses of a run with those of one process: same model, batches, seeds and optimizer, in a serial loop.
 
-A step accumulates the gradients of its microbatches, each divided by their number, and updates all parameters at once.
-Under asynchronous schedules weights are older than that, so only synchronous runs can be checked.
+A step of that loop accumulates the gradients of its microbatches, each divided by their number, and updates all
+parameters at once. Asynchronous schedules compute with older weights, so only synchronous runs can be checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIRST_STEPS, _FIRST, _MOST = 5, 1e-5, 1e-3
 
 
 def tolerance(step: int) -> float:
-    """Return the largest allowed relative difference of the loss of a step, counted from 0."""
+    """Return the largest relative difference that is allowed between the losses of a step (number from 0)."""
     return float(min(_FIRST * 2.0 ** max(step + 1 - _FIRST_STEPS, 0), _MOST))
 
 
@@ -31,11 +31,11 @@ def refuse_unchecked(job: Job) -> None:
     plan = job.read_plan()
     why = ""
     if not isinstance(plan, Plan) or plan.workload.kind != "training":
-        why = "a placement, or no training"
+        why = "a placement, or for inference"
     elif plan.is_asynchronous:
-        why = f"the schedule {plan.schedule}, under which weights are older than in one process"
+        why = f"the asynchronous schedule {plan.schedule}, under which weights are older than in one process"
     elif plan.workload.precision not in ("float32", "float64"):
-        why = f"{plan.workload.precision}, whose products are rounded differently than those of smaller parts"
+        why = f"precision {plan.workload.precision}, in which products of other shapes are rounded differently"
     elif job.resume:
         why = "a run that continues from a checkpoint"
     if why:
@@ -43,9 +43,9 @@ def refuse_unchecked(job: Job) -> None:
 
 
 def check_losses(job: Job, result: RunResult, events: EventSink | None = None) -> float:
-    """Return the largest relative difference between losses of a run and those of one process.
+    """Train the same steps in this process; return the largest relative difference from the losses of the run.
 
-    Raises RunError if one is larger than its `tolerance`, with its step.
+    Raises RunError for a difference above the `tolerance` of its step, and for losses that are not finite.
     """
     plan, sink = job.read_plan(), events or NullSink()
     assert isinstance(plan, Plan), "`refuse_unchecked` comes first"
@@ -80,17 +80,17 @@ def check_losses(job: Job, result: RunResult, events: EventSink | None = None) -
         found = result.losses[step]
         if found is None or not math.isfinite(loss):
             raise RunError(
-                f"Step {step + 1} had loss {found}, one process has {loss:.6g}: losses that are not finite cannot be "
-                "compared. Lower the learning rate, or check fewer steps."
+                f"Step {step + 1} had loss {found} in the run and {loss:.6g} in one process; losses that are not "
+                "finite cannot be compared. Lower the learning rate, or check fewer steps."
             )
         first = found if first is None else first
         off = abs(found - loss) / max(abs(loss), 1e-3 * abs(first))
         worst = max(worst, off)
         if not off <= tolerance(step):
             raise RunError(
-                f"Step {step + 1} had loss {found:.6g}, one process has {loss:.6g}: {off:.2g} off, where "
-                f"{tolerance(step):g} is expected at most. The run computed something else; losses and timeline are "
-                "written as they were."
+                f"Step {step + 1} had loss {found:.6g} in the run and {loss:.6g} in one process: a relative difference "
+                f"of {off:.2g}, where at most {tolerance(step):g} is expected. The run did not compute the same; its "
+                "losses and timeline were written nevertheless."
             )
         sink.progress("checking", step + 1, len(result.losses))
     return worst

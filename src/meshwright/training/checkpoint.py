@@ -1,10 +1,11 @@
-"""Checkpoints of a plan: the state of every process, complete or not at all, to continue with the same plan later.
+"""Checkpoints of a training run: the state of every process, from which the same plan can continue.
 
     folder/step-00000020/meta.json        plan, processes, steps
-                        /process-3.pt     that process's parameters, buffers and optimizer states, or its shards of them
+                        /process-3.pt     parameters, buffers and optimizer states of process 3, or its shards of them
 
-All processes write into a temporary folder, which is renamed when all are done: an interrupted one is never found.
-Files are tensors and plain values, loaded with ``weights_only``. On several nodes the folder must be a shared one.
+All processes write into a temporary folder, which is renamed when all are done, so that interrupted checkpoints are
+never loaded. Files contain tensors and plain values, and are loaded with ``weights_only``. On several nodes the folder
+must be on a shared file system.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _META = "meta.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMeta:
-    """The run of a checkpoint: its ``settings`` by name, and SHA-256 ``sums`` of the files of all processes."""
+    """The file ``meta.json`` of a checkpoint: which run it belongs to, and after how many steps.
+
+    ``settings``: pairs of name and value that a run must have to continue. ``sums``: SHA-256 of each process's file.
+    """
 
     plan_hash: str
     num_processes: int
@@ -47,10 +51,11 @@ class CheckpointMeta:
 def save_checkpoint(
     session: Session, folder: Path, num_steps: int, run_seed: int, settings: Mapping[str, str], keep: int
 ) -> Path:
-    """Write a checkpoint after ``num_steps`` steps; remove all but the newest ``keep``. All processes call it together.
+    """Write a checkpoint after ``num_steps`` steps; return its folder. All processes call it together.
 
-    No work may be in progress (`Session.finish`). Raises RunError on all processes if one cannot write, or if the
-    folder has checkpoints of more steps, which are of another run.
+    Older checkpoints in ``folder`` are removed, except for the newest ``keep`` in all. No work may be in progress
+    (`Session.finish`). Raises RunError on all processes if one of them cannot write, or if the folder holds a
+    checkpoint of more steps, which belongs to another run.
     """
     _refuse_others(folder, num_steps)
     name = f"step-{num_steps:08d}"
@@ -62,7 +67,7 @@ def save_checkpoint(
         own_sum = _sum_of(beside / f"process-{session.rank}.pt")
     except (OSError, RuntimeError) as problem:
         # torch's writer reports a full disk as a RuntimeError.
-        error = f"{folder}: process {session.rank} cannot write a checkpoint there ({problem})."
+        error = f"{folder}: process {session.rank} cannot write a checkpoint to this folder ({problem})."
     errors = [found for found in _gather(error) if found]
     sums = tuple(_gather(own_sum))
     if session.rank == 0 and not errors:
@@ -80,7 +85,7 @@ def save_checkpoint(
             beside.rename(folder / name)
             _drop_old(folder, keep)
         except (OSError, DocumentError) as problem:
-            error = f"{folder}: a checkpoint cannot be written there ({problem})."
+            error = f"{folder}: a checkpoint cannot be written to this folder ({problem})."
     errors = errors or [found for found in _gather(error) if found]
     if errors:
         shutil.rmtree(beside, ignore_errors=True)
@@ -91,11 +96,12 @@ def save_checkpoint(
 def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Mapping[str, str]) -> int:
     """Load the newest checkpoint of a folder; return its number of steps. All processes call it together.
 
-    Raises RunError for a folder without one, or one of another plan, number of processes, seed or settings.
+    Raises RunError if the folder has no checkpoint, if its files are damaged, or if it belongs to another plan, number
+    of processes, seed or settings.
     """
     newest = find_newest(folder)
     if newest is None:
-        raise RunError(f"{folder}: no checkpoint is there. Give the folder to which checkpoints were written.")
+        raise RunError(f"{folder}: this folder has no checkpoint. Give the folder to which checkpoints were written.")
     meta = read_document(CheckpointMeta, newest / _META)
     wanted = {
         "plan": _hash_of(session.plan),
@@ -108,14 +114,14 @@ def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Map
     for what, value in wanted.items():
         if found.get(what, value) != value:
             raise RunError(
-                f"{newest}: the checkpoint has {what} {found[what]}, but the run has {value}. Continue with the same "
-                "one, or start from the weights alone, which `--save-model` writes."
+                f"{newest}: the checkpoint has {what} {found[what]}, but the run has {value}. Give the run the "
+                "checkpoint's value, or start from the weights alone, which `--save-model` writes."
             )
     path = newest / f"process-{session.rank}.pt"
-    advice = f"Remove {newest} to continue from the checkpoint before."
+    advice = f"Remove {newest} to continue from the checkpoint before it."
     try:
         if meta.sums and _sum_of(path) != meta.sums[session.rank]:
-            raise RunError(f"{path}: was changed since it was written. {advice}")
+            raise RunError(f"{path}: the file was changed after the checkpoint was written. {advice}")
         # States that are kept on the host go there at once.
         steps_on_host = isinstance(session.plan, Plan) and session.plan.offload.optimizer != "device"
         place = "cpu" if steps_on_host else session.device
@@ -123,13 +129,13 @@ def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Map
     except RunError:
         raise
     except Exception as error:
-        raise RunError(f"{path}: cannot be read ({type(error).__name__}: {error}). {advice}") from None
+        raise RunError(f"{path}: the file cannot be read ({type(error).__name__}: {error}). {advice}") from None
     _take_state(session, state, path)
     return meta.num_steps
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Return the checkpoint of a folder with the most steps."""
+    """Return the path of the checkpoint with the most steps in a folder; None if the folder has no checkpoint."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _META).is_file()]
     return max(found, key=_steps_of, default=None)
 
@@ -148,7 +154,9 @@ def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
     own |= {f"{place}.{name}": item for place, name, item in _buffers(session)}
     saved = {**state["parameters"], **state["buffers"]}
     if own.keys() != saved.keys() or any(own[key].shape != saved[key].shape for key in own):
-        raise RunError(f"{path}: holds other tensors than this model has. Continue with the model of the checkpoint.")
+        raise RunError(
+            f"{path}: the tensors in this file are not those of the model. Continue with the model of the checkpoint."
+        )
     with torch.no_grad():
         for key, value in saved.items():
             own[key].copy_(value)
@@ -182,8 +190,8 @@ def _refuse_others(folder: Path, num_steps: int) -> None:
     newest = find_newest(folder)
     if newest is not None and _steps_of(newest) > num_steps:
         raise RunError(
-            f"{folder}: holds a checkpoint of {_steps_of(newest)} steps, but one of {num_steps} is to be written. It "
-            "is of another run: resume that one, or choose another folder."
+            f"{folder}: holds a checkpoint of {_steps_of(newest)} steps, but this run has done {num_steps}, so the "
+            "checkpoint belongs to another run. Resume that run, or choose another folder."
         )
 
 

@@ -1,6 +1,7 @@
-"""Measure a CUDA device: for a model, every distinct op by itself and the host's time; or a table for any model.
+"""Measure op times on a CUDA device, for one model or for any.
 
-`measure_device_here` does the first, `device_table_here` the second.
+`measure_device_here` times every distinct op of a model by itself, and the host's time to issue it.
+`device_table_here` times a fixed set of operators and sizes, from which costs of any model are predicted.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ _PLACES = (
 
 
 def capture_unallocated(reference: str, sizes: Sizes, batch_size: int) -> Captured:
-    """Return the model's training graph without memory for weights; for all batch sizes if possible."""
+    """Return the model captured for training with fake weights, without their memory.
+
+    The graph is for all batch sizes if possible, else for ``batch_size``.
+    """
     options: dict[str, Any] = dict(sizes)
     for size in (None, batch_size):
         source = load_model(reference, batch_size=size, fake=True, **options)
@@ -95,7 +99,10 @@ def capture_unallocated(reference: str, sizes: Sizes, batch_size: int) -> Captur
 # Ops are single calls on the device, in the types in which a precision computes them. The model is captured without
 # memory. Keys are those of the measurement table (`cost.work.key_in`).
 class ModelOps:
-    """The distinct ops of a captured model in a precision, at a batch size, on a device."""
+    """The distinct ops of a captured model to time: in a precision, at batch size ``size``, on a device.
+
+    ``keys``: the keys of these ops in the measurement table.
+    """
 
     def __init__(self, captured: Captured, numbers: Numbers, size: int, device: torch.device) -> None:
         self._captured, self._numbers, self._size, self._device = captured, numbers, size, device
@@ -109,7 +116,7 @@ class ModelOps:
         self.keys = frozenset(self._key_of.values())
 
     def ops(self) -> Iterator[DeviceOp]:
-        """Return each distinct op once, in its most frequent layout."""
+        """Yield each distinct op once, with the strides of its inputs that are most frequent in the model."""
         layouts: dict[str, Counter[Any]] = {}
         for i, key in self._key_of.items():
             layout = tuple(self._strides.get(tensor) for tensor in self._graph.ops[i].inputs)
@@ -143,13 +150,13 @@ class ModelOps:
         return [op for op in {op.key: op for op in made}.values() if op.key not in kept]
 
     def surrounding(self) -> AbstractContextManager[Any]:
-        """Return the context in which a forward runs."""
+        """Return the context in which a forward runs: autocast, or an empty context."""
         if not self._numbers.autocast:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=getattr(torch, self._numbers.autocast))
 
     def segments(self) -> list[tuple[str, Callable[[], Segment]]]:
-        """Return layers that together contain every distinct op, by name, as functions that create them one by one."""
+        """Return layers that together contain every distinct op: pairs of a name and a function to make the layer."""
         layers = covering_layers(self._graph, [self._key_of[i] for i in range(len(self._graph.ops))])
         return [
             (self._graph.layers[stage.index].name, lambda stage=stage: self._segment(stage))  # type: ignore[misc]
@@ -217,7 +224,7 @@ class ModelOps:
 
 
 def index_bounds(graph: Graph, batch_size: int) -> dict[int, int]:
-    """Return exclusive upper bounds of integer inputs, by tensor, so that no op reads outside of its table."""
+    """Return exclusive upper bounds for values of integer tensors, by tensor id, so that all indices are valid."""
     found: dict[int, int] = {}
 
     def limit(tensor: int, bound: int) -> None:
@@ -245,7 +252,11 @@ def index_bounds(graph: Graph, batch_size: int) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRun:
-    """The measured table; ``left_out``: reasons by key. ``num_kept``: rows that the table had already."""
+    """The result of measuring a device.
+
+    ``table``: the whole table. ``left_out``: ops that could not be timed, as reasons by key. ``num_kept``: the number
+    of rows that the table had already. ``warnings``: such as of other programs on the GPU.
+    """
 
     table: Measurements
     left_out: dict[str, str] = field(default_factory=dict)
@@ -265,12 +276,12 @@ def measure_device_here(
     save: Callable[[Measurements], object] = lambda _: None,
     events: EventSink | None = None,
 ) -> DeviceRun:
-    """Measure ops of the model (if one is named), optimizers, and the links among the GPUs of this host.
+    """Measure a CUDA device: the ops of a model, optimizers, and collectives among the GPUs of this host.
 
-    ``known``: the table to which the rows are added; its rows of this device and torch are not measured again;
-    ``save`` receives the whole table every few rows. ``precisions``: by default that of plans for this device.
-    Raises MeasurementError for a table of another device, for a precision that no device computes in, and for errors
-    of the device; and the errors of loading or capturing the model.
+    ``reference``: the model, None for no model. ``known``: the table to which the rows are added; its rows of this
+    device and torch version are not measured again. ``save`` receives the whole table every few seconds.
+    ``precisions``: by default that of plans for this device. Raises MeasurementError for a table of another device, for
+    a precision that cannot be timed, and for errors of the device; and the errors of loading or capturing the model.
     """
     place, empty = empty_table(device)
     _refuse_other(known, empty)
@@ -313,7 +324,10 @@ def measure_on(
     save: Callable[[Measurements], object] = lambda _: None,
     events: EventSink | None = None,
 ) -> DeviceRun:
-    """Measure as `measure_device_here`, with a clock of any device; ``empty`` names it, with earlier measurements."""
+    """Measure as `measure_device_here`, with the clock of any device.
+
+    ``empty``: a table without ops for that device, with its name, links and overhead.
+    """
     writer = _Writer(empty, known, save)
     writer.put(host_call_s=measure_call(clock))
     left_out: dict[str, str] = {}
@@ -338,7 +352,7 @@ def measure_on(
 
 
 def default_precision(device: torch.device) -> Precision:
-    """Return the precision of plans for a kind of device: mixed if bfloat16 is faster than float32."""
+    """Return the default precision of plans for a CUDA device: mixed from compute capability 8.0 on, else float32."""
     return "mixed" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
 
 
@@ -411,11 +425,11 @@ def _issue(
 
 
 def empty_table(device: str) -> tuple[torch.device, Measurements]:
-    """Return the device, and an empty table for it."""
+    """Return the torch device, and an empty table for it. Raises MeasurementError if torch does not see the device."""
     if device not in {f"cuda:{index}" for index in range(torch.cuda.device_count())}:
         raise MeasurementError(
             f"Device {device!r} was given to time ops on; torch sees {torch.cuda.device_count()} CUDA devices here. "
-            "Give cpu, or cuda:0 and so on."
+            "Give cpu, or cuda:N with N from 0 on."
         )
     place = torch.device(device)
     name = torch.cuda.get_device_name(place)
@@ -436,8 +450,8 @@ def _refuse_other(known: Measurements | None, empty: Measurements) -> None:
 def _check_precision(word: str) -> None:
     if numbers_of(word).products or word in SIMULATED_ONLY:
         raise MeasurementError(
-            f"The precision {word!r} was given; ops are timed in types that torch multiplies by itself. Measure "
-            "float32 for tf32 and mixed for float8 and mixed-float16: the differences are predicted."
+            f"Ops cannot be timed in precision {word!r}; its costs are predicted from another precision. For tf32 "
+            "measure float32, for float8 and mixed-float16 measure mixed."
         )
 
 
@@ -451,7 +465,7 @@ def _links(events: EventSink | None) -> tuple[Any, ...]:
 
 
 def choose_device(device: str | None) -> str:
-    """Return the device to time ops on: ``cpu``, or the first GPU if torch sees one and no ``device`` was named."""
+    """Return the device to time ops on: ``device`` (``cuda`` means cuda:0), by default the first GPU, else the CPU."""
     if device is None:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     return "cuda:0" if device == "cuda" else device
@@ -465,11 +479,11 @@ def device_table_here(
     save: Callable[[Records], object] = lambda _: None,
     events: EventSink | None = None,
 ) -> tuple[Records, dict[str, str], tuple[str, ...]]:
-    """Measure single operators, optimizers and the host on a CUDA device, whatever the model.
+    """Measure single operators, optimizers and the host on a CUDA device, independent of any model.
 
-    Returns the rows, the reasons for omitted ones, and warnings. ``known``: rows that the table has already; those of
-    this device and torch are not measured again. ``save`` receives the new rows every few seconds.
-    Raises MeasurementError for a device that is not here.
+    Returns the new rows, the reasons why others were left out (by key), and warnings. ``known``: existing rows; those
+    of this device and torch version are not measured again. ``save`` receives the new rows every few seconds. Raises
+    MeasurementError for a device that torch does not see.
     """
     place, empty = empty_table(device)
     state = find_gpu_state(Host(), str(torch.cuda.get_device_properties(place).uuid))
@@ -489,7 +503,7 @@ def device_table_on(
     every_s: float = 2.0,
     events: EventSink | None = None,
 ) -> tuple[Records, dict[str, str]]:
-    """Measure as `device_table_here`, with a clock of any device; ``empty`` names the device."""
+    """Measure as `device_table_here`, with the clock of any device; ``empty`` has the device's name and conditions."""
     columns = ("op", "phase", "shapes", "dtype", "kernel", "seconds", "spread", "num_samples")
     taken: list[Row] = []
     saved = [time.monotonic()]

@@ -1,11 +1,11 @@
-"""Dry run: one step of one process of many, without the others and without memory, compared with the prediction.
+"""Dry run: one process of a plan runs alone with fake tensors, and its communication is compared with the prediction.
 
-The process group is torch's fake one, tensors are fake, so the real executor runs the real program of a plan for
-hundreds of devices in seconds on any machine. Every send, receive and collective that reaches torch is recorded and
-compared with the program and the local graph: issued instructions in their order, and communication inside forwards,
-backwards and updates in its own order.
+The process group is torch's fake one and tensors have no memory, so the real executor runs the program of a plan for
+hundreds of devices in seconds on any machine. Every send, receive and collective that reaches torch is recorded, and
+compared with the program and the local graph: instructions of the program in their order, and communication inside
+forwards, backwards and updates in its order.
 
-Counted but not compared: numbers of at most 8 bytes (the count of targets in a loss, a norm), and messages of rings,
+Counted but not compared: messages of at most 8 bytes (the count of targets in a loss, a norm), and messages of rings,
 whose backward sends less than is estimated (docs/concepts/split-plans.md).
 """
 
@@ -68,7 +68,11 @@ EVERYBODY = -1
 
 
 class Communication(NamedTuple):
-    """A communication: with the processes of a group, or with ``peer`` alone (`EVERYBODY`: with all)."""
+    """One communication of a process.
+
+    ``num_processes``: the size of the group. ``peer``: the other process of a transfer, by number; `EVERYBODY` for a
+    collective. ``num_bytes``: bytes of the full tensor.
+    """
 
     kind: str
     num_processes: int
@@ -78,10 +82,10 @@ class Communication(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """The record of one process over ``num_steps`` steps: instructions by kind, and its calls.
+    """The record of one process over ``num_steps`` steps.
 
-    ``issued`` are instructions of the program, ``inside`` are calls in spans of others; ``numbers`` and
-    ``ring_messages`` are not compared.
+    ``instructions``: their number by kind. ``issued``: communication that the program issues. ``inside``: communication
+    inside forwards, backwards and updates. ``numbers`` and ``ring_messages`` count what was not compared.
     """
 
     process: int
@@ -95,7 +99,7 @@ class DryRun:
     ring_messages: int
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the number of communications by kind and number of processes, and total bytes of full tensors."""
+        """Return rows for a table: calls and total bytes of full tensors, by kind, issuer and number of processes."""
         found: dict[tuple[str, str, int], list[int]] = {}
         for where, calls in (("program", self.issued), ("passes", self.inside)):
             for call in calls:
@@ -107,9 +111,9 @@ class DryRun:
 
 
 class FakeModel(NamedTuple):
-    """A model without memory: its graph, a batch (inputs, targets), and the mode of its fake tensors.
+    """A model of fake tensors: its capture, a batch (inputs, targets), and the mode of its fake tensors.
 
-    ``planned`` is the graph that plans refer to, if the model has another one in their precision.
+    ``planned``: the graph that plans refer to, if the model has another graph in their precision.
     """
 
     captured: Captured
@@ -131,22 +135,25 @@ def dry_run(
     device: torch.device | None = None,
     optimizer: OptimizerArgument = _sgd,
 ) -> DryRun:
-    """Run a step of a plan as one of its processes, on ``device`` (by default the CPU), without memory there.
+    """Run a step of a plan as its process number ``process``, with fake tensors on ``device`` (by default the CPU).
 
-    ``model`` is that of the plan, from `fake_model`. A fake process group is created, and destroyed. An update sends
-    nothing by itself, so any ``optimizer`` will do.
+    ``model``: the plan's model from `fake_model`, made here by default. An asynchronous plan runs as many steps as fill
+    the pipeline, and one more. Updates of an optimizer do not communicate, so any ``optimizer`` can be given. A fake
+    process group is created, and destroyed at the end.
 
-    Raises RunError if the issued calls differ from the predicted ones, PlanError for a process that the plan does not
+    Raises RunError if the communication differs from the prediction, PlanError for a process that the plan does not
     have, and the errors of opening a session.
     """
     plan = job.read_plan()
     if not isinstance(plan, Plan):
-        raise PlanError("A placement was given; a dry run takes plans by layers. Run it, or plan by layers.")
+        raise PlanError(
+            "A placement was given, but a dry run needs a plan by layers. Run the placement, or plan by layers."
+        )
     plan = with_clipping(plan, job.clip_norm)
     assert isinstance(plan, Plan), "clipping keeps a plan a plan"
     if not 0 <= process < plan.num_devices:
         raise PlanError(
-            f"Process {process} was given; expected one of 0 to {plan.num_devices - 1}, which the plan has."
+            f"Process {process} was given; expected a number from 0 to {plan.num_devices - 1}, a process of the plan."
         )
     num_steps = num_filling_steps(plan) + 1 if plan.is_asynchronous else 1
     with _fake_processes(process, plan.num_devices):
@@ -170,8 +177,8 @@ def dry_run(
                 session.finish()
     instructions = _instructions(session)
     issued, inside = _predict(session, instructions)
-    _compare("issues", noting.issued, issued, process)
-    _compare("exchanges inside of passes", noting.inside, inside, process)
+    _compare("issues communication", noting.issued, issued, process)
+    _compare("communicates inside forwards, backwards and updates", noting.inside, inside, process)
     return DryRun(
         process=process,
         num_processes=plan.num_devices,
@@ -188,7 +195,10 @@ def dry_run(
 @contextmanager
 def _fake_processes(process: int, count: int) -> Iterator[None]:
     if dist.is_initialized():
-        raise RunError("This process is in a process group already; a dry run makes its own. Start it by itself.")
+        raise RunError(
+            "This process already has a process group, but a dry run makes its own. Start the dry run in a process "
+            "without one."
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=process, world_size=count)
     try:
         yield
@@ -197,7 +207,7 @@ def _fake_processes(process: int, count: int) -> Iterator[None]:
 
 
 def fake_model(plan: Plan, seed: int = 0) -> FakeModel:
-    """Return the model of a plan, for dry runs of any plan of the same model, kind of workload and precision."""
+    """Return the plan's model with fake tensors, for dry runs of all plans with its workload kind and precision."""
     source, captured = capture_fake(plan, seed)
     mode = next(
         item.fake_mode for item in (*source.model.parameters(), *source.model.buffers()) if isinstance(item, FakeTensor)
@@ -338,6 +348,7 @@ def _compare(what: str, found: list[Communication], wanted: list[Communication],
     place = min(len(found), len(wanted)) if place is None else place
     first, predicted = (items[place] if place < len(items) else None for items in (found, wanted))
     raise RunError(
-        f"Process {process} {what} {len(found)} times, {len(wanted)} were predicted; at place {place}: {first} instead "
-        f"of {predicted}. The plan would run, but not as it was estimated. Please report it with the plan."
+        f"Process {process} {what} {len(found)} times, but {len(wanted)} were predicted; number {place} is "
+        f"{first} instead of {predicted}. The plan would run, but not as it was estimated. Please report it with the "
+        "plan."
     )

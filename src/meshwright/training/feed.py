@@ -1,15 +1,16 @@
-"""Data sets under a plan (`Feed`): every rank makes the microbatches of its own stages; times of a model's batches.
+"""Data sets under a plan (`Feed`): every rank loads the microbatches that its own stages read.
 
-Sample order is that of the data set, or of a permutation drawn from (seed, epoch): sample k of an epoch is in global
-batch k // G, there in microbatch (k mod G) // S, whatever the number of ranks. Of map-style data sets a rank reads only
-the samples of its own microbatches; iterable ones are read by every rank from end to end, which drops those of others.
+The order of samples is that of the data set, or a permutation drawn from (seed, epoch). With G samples in a global
+batch and S in a microbatch, sample k of an epoch is in global batch k // G, there in microbatch (k mod G) // S, for any
+number of ranks. From a map-style data set a rank reads only the samples of its own microbatches. An iterable data set
+is read by every rank from end to end; the rank drops the samples of other ranks.
 
-    producers   threads that fetch, collate and move microbatches to the device, several at a time
-    depth       the number of microbatches that may be ahead of the forwards (`program.build` has the same queue); at
-                this number, producers wait
-    failure     an error of a data set is raised where its microbatch is awaited, and nothing more is read
+    producers   threads that fetch samples, collate them, and move microbatches to the device
+    depth       the number of microbatches that may be loaded ahead of the forwards (`program.build` has the same
+                queue); at this number, producers wait
+    failure     an error of the data set is raised at the wait for its microbatch, and reading stops
 
-`measure_batches_here` is independent of these: it times batches of a named model on a device of this machine.
+`measure_batches_here` does not use a `Feed`: it times inference batches of a model on a device of this machine.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ def measure_batches_here(
     known: Measurements | None = None,
     events: EventSink | None = None,
 ) -> Measurements:
-    """Time the model's inference on batches of each size, on one device of this host; return a table of only these.
+    """Time the model's inference on batches of each size, on one device of this host; return a table of these times.
 
-    ``device`` is ``cpu`` or ``cuda:0``; by default the first GPU if torch sees one. A processor computes with one
-    thread, because the device kind ``cpu`` is one core. ``known``: the table to which the rows will be added; it is
-    refused before anything is timed if it is for another device.
+    ``reference`` names the model, ``sizes`` its size options. ``device`` is ``cpu`` or ``cuda:N``; by default the first
+    GPU if torch sees one. A CPU computes with one thread, because the device kind ``cpu`` is one core. ``known``: the
+    table to which the caller will add the rows, to check its device before anything is timed.
 
-    Raises MeasurementError for a device that is not here or not the table's, for invalid sizes and for errors of the
-    model while it runs, and the errors of loading the model.
+    Raises MeasurementError for a device that torch does not see or that is not the table's, for invalid sizes and for
+    errors of the model while it runs; and the errors of loading the model.
     """
     place = _choose_device(device)
     name = name_model(reference, sizes)
@@ -145,7 +146,7 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed:
-    """A data set, and how it is read.
+    """A data set, and the way to read it.
 
     Args:
         dataset: map-style (``len`` and ``[index]``) or iterable (``iter``); a sample is ``(inputs, targets)``, or
@@ -153,11 +154,13 @@ class Feed:
         shuffle: draw a new order for every epoch; map-style only.
         seed: the seed of that order.
         epochs: how often the data set is read.
-        producers: threads that make microbatches; a data set must allow this number of readers at once.
-        depth: microbatches that may be prefetched.
-        collate: makes a batch of a list of samples; by default torch's.
-        drop_last: leave out samples at the end of an epoch that do not fill a global batch. Otherwise they are a
-            shorter step, if they are whole microbatches.
+        producers: number of threads that load microbatches; the data set must allow this number of readers at once.
+        depth: number of microbatches that may be prefetched.
+        collate: makes a batch from a list of samples; by default torch's default_collate.
+        drop_last: leave out samples at the end of an epoch that do not fill a global batch. If False, these samples
+            are a shorter step; they have to be whole microbatches.
+
+    Raises RunError for values out of range, and for a data set that cannot be read in this way.
     """
 
     dataset: Any
@@ -175,38 +178,38 @@ class Feed:
                 raise RunError(f"A feed with {name} = {getattr(self, name)} was given; expected {least} or more.")
         if self.is_iterable and self.shuffle:
             raise RunError(
-                f"{type(self.dataset).__name__} is an iterable data set, which has an order of its own, so it cannot "
-                "be shuffled. Shuffle in the data set, by a seed that is equal on all ranks, or give a map-style one."
+                f"{type(self.dataset).__name__} is an iterable data set, which Feed(shuffle=True) cannot shuffle. "
+                "Shuffle in the data set, by a seed that is equal on all ranks, or give a map-style data set."
             )
         if not self.is_iterable and not (hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")):
             raise RunError(
-                f"A data set of type {type(self.dataset).__name__} was given; expected one with `len` and `[index]`, "
-                "or one to iterate over."
+                f"A data set of type {type(self.dataset).__name__} was given; expected a data set with `len` and "
+                "`[index]`, or one to iterate over."
             )
         if self.is_iterable and self.epochs > 1 and isinstance(self.dataset, Iterator):
             raise RunError(
-                f"{type(self.dataset).__name__} can be read once, but {self.epochs} epochs were given. Give a data "
-                "set whose `__iter__` starts from the beginning again, or one epoch."
+                f"{type(self.dataset).__name__} is an iterator, which can be read once, but {self.epochs} epochs were "
+                "given. Give a data set whose `__iter__` starts from the beginning, or one epoch."
             )
 
     @property
     def is_iterable(self) -> bool:
-        """Return whether the data set is read from end to end."""
+        """Whether the data set is iterable, and so read from end to end."""
         is_map = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
         return isinstance(self.dataset, IterableDataset) or (hasattr(self.dataset, "__iter__") and not is_map)
 
     def describe(self) -> str:
-        """Return a text on which all ranks must agree."""
+        """Return the settings as text, to check that they are equal on all ranks."""
         size = "iterable" if self.is_iterable else len(self.dataset)
         return f"{type(self.dataset).__name__} {size} {self.shuffle} {self.seed} {self.epochs} {self.drop_last}"
 
     def describe_order(self) -> str:
-        """Return a text that determines the samples of each global batch, whatever the number of epochs."""
+        """Return the size and order of the data set as text, which a resumed run must have, too."""
         size = "iterable" if self.is_iterable else f"of {len(self.dataset)} samples"
         return f"{size}, {f'shuffled by seed {self.seed}' if self.shuffle else 'in its order'}"
 
     def order(self, epoch: int) -> Sequence[int]:
-        """Return the indices of the samples of an epoch, in the order of reading."""
+        """Return the indices of the samples of an epoch (from 0), in the order of reading."""
         count = len(self.dataset)
         if not self.shuffle:
             return range(count)
@@ -217,9 +220,11 @@ class Feed:
     def batches(
         self, global_batch: int, microbatch: int, own: Callable[[int], bool], first: int = 0
     ) -> Iterator[Batch]:
-        """Yield global batches from number ``first`` on, with functions that fetch samples of the ``own`` microbatches.
+        """Yield global batches from number ``first`` on.
 
-        Raises RunError for a remainder that is not a whole number of microbatches, unless it is left out.
+        ``global_batch`` and ``microbatch`` are numbers of samples. ``own(m)``: whether this rank reads microbatch m of
+        a batch. Raises RunError if an epoch ends with a part of a microbatch and ``drop_last`` is False, or if the data
+        set has too few samples for any step.
         """
         num_batches = 0
         for epoch in range(self.epochs):
@@ -235,15 +240,17 @@ class Feed:
                 if count < global_batch and (self.drop_last or not count):
                     if not num_batches:
                         raise RunError(
-                            f"The data set has {count} samples, but a global batch {global_batch}: no step can be "
-                            "trained. Give more samples, plan for smaller batches, or give `drop_last=False`."
+                            f"The data set has {count} samples, fewer than a global batch of {global_batch}, so no "
+                            "step can be trained. Give more samples, plan for smaller batches, or give "
+                            "`drop_last=False`."
                         )
                     break
                 num_batches += 1
                 if rest:
                     raise RunError(
-                        f"Epoch {epoch} ends with {count} samples, which are {whole} microbatches of {microbatch} and "
-                        f"{rest} samples more. Give `drop_last=True`, or a data set of a multiple of {microbatch}."
+                        f"Epoch {epoch} ends with a batch of {count} samples, which are {whole} microbatches of "
+                        f"{microbatch} and {rest} samples more. Give `drop_last=True`, or a data set of a multiple of "
+                        f"{microbatch}."
                     )
                 if first:
                     first -= 1
@@ -257,7 +264,7 @@ class Feed:
 
 
 class Batch(NamedTuple):
-    """A global batch: its number of microbatches, and a function that fetches the samples of each of its own."""
+    """A global batch: its number of microbatches, and for each own microbatch a function that fetches its samples."""
 
     num_microbatches: int
     fetch: Mapping[int, Callable[[], list[Any]]]
@@ -270,9 +277,10 @@ class _Ticket(NamedTuple):
 
 
 class MicrobatchQueue:
-    """Microbatches that several producers prefetch, taken one after the other.
+    """Prefetches the microbatches of global batches, in several threads.
 
-    ``make(samples)`` collates them and moves them to the device.
+    ``make(samples)`` collates a microbatch and moves it to the device. ``producers`` is the number of threads,
+    ``depth`` the number of microbatches that may be loaded ahead.
     """
 
     def __init__(
@@ -310,13 +318,13 @@ class MicrobatchQueue:
 
     @property
     def num_ahead(self) -> int:
-        """Return the number of microbatches that were started and not taken."""
+        """The number of microbatches whose loading was started and that were not taken yet."""
         return self._num_begun - self._num_taken
 
     def next_batch(self) -> int | None:
-        """Return the number of microbatches of the next global batch; None after the last one.
+        """Return the number of microbatches in the next global batch; None after the last batch.
 
-        Raises RunError with the error of the data set.
+        Raises RunError if the data set fails.
         """
         with self._changed:
             while not self._counts and not self._is_over:
@@ -326,7 +334,7 @@ class MicrobatchQueue:
             return self._counts.popleft() if self._counts else None
 
     def take(self, batch: int, microbatch: int) -> Prefetched:
-        """Wait for a microbatch of this rank. Raises RunError with the error of the data set."""
+        """Wait for a microbatch of this rank, and return it. Raises RunError if the data set fails."""
         key = batch, microbatch
         with self._changed:
             if key not in self._taken:
@@ -349,13 +357,13 @@ class MicrobatchQueue:
             return made
 
     def forget(self, before: int) -> None:
-        """Drop batches before this one, which will not be needed again."""
+        """Drop the microbatches of all batches before number ``before``."""
         with self._changed:
             self._made = {key: made for key, made in self._made.items() if key[0] >= before}
             self._taken = {key for key in self._taken if key[0] >= before}
 
     def close(self) -> None:
-        """Stop the producers."""
+        """Stop the producer threads."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -438,7 +446,7 @@ def _failed(what: str, error: BaseException | None) -> RunError:
 
 
 def unpack(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets from the result of `collate`: a pair, or inputs alone."""
+    """Return inputs and targets from the result of `collate`: a pair, or inputs alone with targets ``()``."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
         return inputs, targets
@@ -446,7 +454,7 @@ def unpack(batch: Any) -> tuple[Any, Any]:
 
 
 def load_to(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return tensors on a device; on a GPU they are copied on a separate stream, and complete when this returns."""
+    """Return the tensors on a device. A GPU copies them on a separate stream; they are complete on return."""
     if device.type != "cuda":
         return to_device(tensors, device)
     stream = torch.cuda.Stream(device)
@@ -458,14 +466,17 @@ def load_to(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torc
 
 
 def with_loader(plan: Plan | Placement, feed: Feed) -> Plan | Placement:
-    """Return the plan with instructions to load microbatches, if its schedule supports them; its own loader wins."""
+    """Return the plan with instructions to load microbatches, ``feed.depth`` ahead.
+
+    Unchanged if the plan has a loader already, or for a placement or an asynchronous schedule.
+    """
     if isinstance(plan, Placement) or plan.is_asynchronous or plan.workload.loader is not None:
         return plan
     return replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=0.0, depth=feed.depth)))
 
 
 def first_samples(batch: tuple[Any, Any], count: int) -> tuple[Any, Any]:
-    """Return the first samples of an example batch; fewer if it has fewer, which the capture will report."""
+    """Return the first ``count`` samples of an example batch, or all if it has fewer."""
     leaves, spec = pytree.tree_flatten(batch)
     cut = [item[:count] if isinstance(item, torch.Tensor) and item.ndim else item for item in leaves]
     inputs, targets = pytree.tree_unflatten(cut, spec)

@@ -1,7 +1,7 @@
-"""The ready job: train the model that a plan names, on data that needs no download.
+"""The job of `meshwright run`: train the model that a plan names, on data that needs no download.
 
-Byte-level language models read the Python standard library's sources; all other models repeat their own synthetic
-batch.
+Byte-level language models are trained on the source files of the Python standard library. All other models repeat
+their example batch.
 """
 
 from __future__ import annotations
@@ -36,26 +36,29 @@ LEARNING_RATES = {"adamw": 1e-3, "sgd": 1e-2}
 
 # Files that the ranks of a run write into its folder while it runs.
 PROGRESS_FILE = "progress.jsonl"
-# Files that they write at the end.
+# Files that the ranks write at the end.
 TIMELINE_FILE, RESULT_FILE = "timeline.json", "result.json"
 
 
 def error_file(folder: Path, rank: int) -> Path:
-    """Return the file for a rank's own error."""
+    """Return the path to which a rank writes its error."""
     return folder / f"error-{rank}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The settings of every worker: the plan's file, the number of steps and of recorded ones, seeds, outputs.
+    """The settings of a run, the same for every rank.
 
-    ``first_recorded``: the first step to record, by number from 0; by default the last steps are recorded.
+    ``plan``: the path of the plan. ``num_steps``: the steps to train, including those before a checkpoint that the run
+    resumes. ``num_recorded_steps`` are in the timeline; ``first_recorded``: the first of them, by number from 0 (None:
+    the last steps of the run). ``learning_rate``: None for that of `LEARNING_RATES`. ``save_model``: the path to write
+    the trained weights to. ``pin_cores``: give each rank its own CPU cores.
 
-    ``repair`` of stale gradients, and the updates in which it fades; the norm to which gradients are clipped.
-    ``checkpoint``: the folder for checkpoints, written every ``checkpoint_every`` steps and at the end, and from which
-    a run resumes; ``num_steps`` includes the steps before. ``device``: by default that of the plan's cluster.
-    ``compiled``: whether layers are compiled; by default as in the plan. ``offload_folder``: the folder for states on
-    drives.
+    ``repair``: the remedy for stale gradients; ``repair_fade``: the number of updates in which it fades, 0 for never.
+    ``clip_norm``: the norm to which gradients are clipped. ``checkpoint``: the folder of checkpoints, written every
+    ``checkpoint_every`` steps (0: only at the end); with ``resume`` the run continues from the newest one. ``device``:
+    by default that of the plan's cluster. ``compiled``: whether layers are compiled; by default as planned.
+    ``offload_folder``: the folder for optimizer states on drives.
     """
 
     plan: str
@@ -84,21 +87,21 @@ class Job:
 
 
 def job_repair(job: Job) -> Repair | None:
-    """Return the job's repair of stale gradients. Raises PlanError for an unknown one."""
+    """Return the job's repair of stale gradients; None without one. Raises PlanError for an unknown repair."""
     if job.repair is None:
         if job.repair_fade:
-            raise PlanError(
-                f"{job.repair_fade} updates were given in which a repair fades, but no repair. Give --repair discount."
-            )
+            raise PlanError(f"--repair-fade {job.repair_fade} was given without a repair. Give --repair discount, too.")
         return None
     return Repair(kind=job.repair, fade_updates=job.repair_fade)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLayers:
-    """The compiled layers of all ranks: number of parts, number of different ones on a rank, seconds of the slowest.
+    """The compiled layers of all ranks.
 
-    ``eager``: numbers of parts that run eagerly, by reason; ``refused``: the reason if all of them do.
+    ``num_units``: the number of parts of layers on all ranks. ``num_codes``: the largest number of different parts on
+    a rank; each of them is compiled once. ``seconds``: the time of the slowest rank to compile. ``eager``: the number
+    of parts that run eagerly, by reason. ``refused``: the reason if all run eagerly, else "".
     """
 
     num_units: int
@@ -108,7 +111,7 @@ class CompiledLayers:
     refused: str = ""
 
     def explain(self) -> list[str]:
-        """Return sentences for people."""
+        """Return lines of text for the user."""
         if self.refused:
             return [self.refused]
         parts = format_count(self.num_units - sum(self.eager.values()), "part")
@@ -119,11 +122,12 @@ class CompiledLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The results of a run: loss and seconds of every step, and the file of the measured timeline.
+    """The results of a run.
 
-    A loss that is not finite is None; a run of inference has none. ``num_before`` is the number of earlier steps, from
-    a checkpoint; ``first_recorded`` is the number, from 0, of the first step in the timeline; ``compiled``: the state
-    of layers to compile.
+    ``plan`` and ``timeline``: paths of the plan and of the measured timeline. ``losses``: by step, None for a loss that
+    is not finite; empty for inference. ``step_seconds``: seconds of each step. ``num_before``: the number of earlier
+    steps, from a checkpoint. ``first_recorded``: the number (from 0) of the first step in the timeline. ``compiled``:
+    the compiled layers, None if the plan compiles no layers.
     """
 
     plan: str
@@ -138,9 +142,10 @@ class RunResult:
 
 
 def write_results(folder: Path, timeline: str, result: RunResult) -> RunResult:
-    """Write the results of a run, each file completely or not at all; ``timeline`` is the text of its document.
+    """Write the results of a run to a folder; return them with the path of the timeline.
 
-    Raises DocumentError for a folder that cannot be written to.
+    ``timeline``: the timeline as JSON text. Each file is written completely or not at all. Raises DocumentError if the
+    folder cannot be written to.
     """
     path = write_text(timeline, folder / TIMELINE_FILE)
     result = replace(result, timeline=str(path))
@@ -149,12 +154,15 @@ def write_results(folder: Path, timeline: str, result: RunResult) -> RunResult:
 
 
 def load_source(plan: Plan | Placement, seed: int = 0) -> ModelSource:
-    """Return the plan's model with an example batch, for inference without targets; the same weights on every rank."""
+    """Return the plan's model with an example batch, with the same weights on every rank.
+
+    For inference the batch has no targets. Raises the errors of loading the model.
+    """
     return _load(plan, seed=seed)
 
 
 def capture_fake(plan: Plan, seed: int = 0) -> tuple[ModelSource, Captured]:
-    """Return the plan's model and its graph, all of it fake tensors: shapes without memory."""
+    """Return the plan's model and its capture, as fake tensors (shapes without memory)."""
     batch_size: int | None = None
     while True:
         source = _load(plan, seed=seed, batch_size=batch_size, fake=True)
@@ -196,7 +204,7 @@ def _load(plan: Plan | Placement, **options: Any) -> ModelSource:
 def make_optimizer(
     parameters: list[torch.nn.Parameter], optimizer: Optimizer, lr: float | None
 ) -> torch.optim.Optimizer:
-    """Return the workload's optimizer over some parameters."""
+    """Return the workload's optimizer over these parameters; ``lr`` None gives the rate in `LEARNING_RATES`."""
     rate = LEARNING_RATES[optimizer.kind] if lr is None else lr
     if optimizer.kind == "adamw":
         # torch's default on GPUs copies all parameters meanwhile; the fused kernel needs no memory (`cost.memory`).
@@ -205,9 +213,9 @@ def make_optimizer(
 
 
 def make_batches(source: ModelSource, global_batch: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Yield endless global batches (inputs, targets).
+    """Yield endless global batches (inputs, targets) of ``global_batch`` samples.
 
-    They are text for byte-level models, else the example's samples repeated.
+    For byte-level models the samples are text, for other models those of the example, repeated.
     """
     if source.reads_bytes:
         length = pytree.tree_leaves(source.inputs)[0].shape[1]
@@ -219,7 +227,7 @@ def make_batches(source: ModelSource, global_batch: int, seed: int = 0) -> Itera
 
 
 def tile(tensor: torch.Tensor, global_batch: int) -> torch.Tensor:
-    """Repeat the samples of an example up to ``global_batch``; a tensor without dims stays as it is."""
+    """Return a tensor of ``global_batch`` samples (dim 0), repeated from an example; a scalar is returned unchanged."""
     if not tensor.ndim:
         return tensor
     repeats = -(-global_batch // tensor.shape[0])

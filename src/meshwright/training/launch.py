@@ -1,8 +1,8 @@
 """Start a plan on this host (`run_plan`), one process per rank under torchrun's agent; or run as one rank (`run_rank`).
 
-The agent watches until all are done or one fails. When a rank fails, the agent ends the others at once; the launcher
-then names the rank that failed first and shows its own error. A rank that was killed leaves no error of its own, so a
-death by signal outranks the connection errors that it causes on the others.
+The agent waits until all ranks are done or one fails. When a rank fails, the agent ends the others at once, and the
+launcher reports the rank that failed first, with its error. A rank that was killed by a signal leaves no error, so a
+death by signal is reported before the connection errors that it causes on other ranks.
 """
 
 from __future__ import annotations
@@ -169,12 +169,15 @@ def _check_room(plan: Plan | Placement, job: Job) -> None:
 
 
 def num_processes(plan: Plan | Placement) -> int:
-    """Return the number of processes: one for each device; a plan that splits ops has several for each of its ranks."""
+    """Return the number of processes that run a plan: one for each device."""
     return plan.num_devices if isinstance(plan, Plan) else plan.num_ranks
 
 
 def read_runnable_plan(job: Job) -> Plan | Placement:
-    """Return the job's plan. Raises PlanError for one whose model has no code, and the errors of `compute_orders`."""
+    """Return the job's plan, after checking that it can run with the job's options.
+
+    Raises PlanError if it cannot, RunError if the checkpoint folder is in use, and the errors of `compute_orders`.
+    """
     plan = job.read_plan()
     check_model_is_here(plan.model)
     if isinstance(read_model_file(plan.model), Graph):
@@ -189,7 +192,7 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
     plan = with_clipping(plan, job.clip_norm)
     if job.checkpoint is not None and not job.resume and (found := find_newest(Path(job.checkpoint))) is not None:
         raise RunError(
-            f"{found}: the folder holds checkpoints already. Continue with --resume, or choose another folder."
+            f"{found}: this checkpoint exists already. Continue from it with --resume, or choose another folder."
         )
     if isinstance(plan, Plan):
         check_runnable(plan)
@@ -200,7 +203,7 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
     on_drives = isinstance(plan, Plan) and plan.offload.optimizer == "nvme"
     if job.offload_folder is not None and not on_drives:
         raise PlanError(
-            f"{job.plan} keeps nothing on drives, but a folder for that was given: {job.offload_folder}. Leave "
+            f"{job.plan} keeps no states on drives, but --offload-folder {job.offload_folder} was given. Leave "
             "--offload-folder out, or plan with --offload optimizer=nvme."
         )
     return plan
@@ -216,7 +219,7 @@ def _refuse_training(job: Job) -> None:
         "--save-model": job.save_model,
     }
     if lost := [name for name, value in given.items() if value is not None]:
-        raise PlanError(f"{job.plan} is for inference, which trains nothing: leave out {' and '.join(lost)}.")
+        raise PlanError(f"{job.plan} is for inference, which does not train. Leave out {' and '.join(lost)}.")
 
 
 def _check_steps(plan: Plan, job: Job) -> None:
@@ -224,28 +227,29 @@ def _check_steps(plan: Plan, job: Job) -> None:
     rest = num_steps % job.checkpoint_every if job.checkpoint_every else 0
     if filling and job.checkpoint_every and (job.checkpoint_every < filling or 0 < rest < filling):
         raise PlanError(
-            f"Checkpoints every {job.checkpoint_every} of {num_steps} steps were given. For each the pipeline is "
-            f"emptied, and {plan.schedule} takes {filling} steps to fill and to empty it; expected that number or more "
-            "before each checkpoint, and that number, more or none after the last one."
+            f"Checkpoints every {job.checkpoint_every} of {num_steps} steps were given. Each empties the pipeline, "
+            f"and {plan.schedule} takes {filling} steps to fill and to empty it; expected at least that number of "
+            "steps before each checkpoint, and either no step or at least that number after the last one."
         )
     if job.first_recorded is not None and job.first_recorded < filling:
         raise PlanError(
-            f"Step {job.first_recorded + 1} was given to record; {plan.schedule} takes {filling} steps to fill its "
-            f"pipeline, which are not in the timeline. Record step {filling + 1} or later ones."
+            f"Step {job.first_recorded + 1} was given to record, but {plan.schedule} takes {filling} steps to fill its "
+            f"pipeline, which cannot be recorded. Record step {filling + 1} or later steps."
         )
     if num_steps <= filling and filling:
         raise PlanError(
-            f"{format_count(num_steps, 'step')} of the schedule {plan.schedule} were given, which takes {filling} "
-            f"to fill and to empty the pipeline; expected {filling + 1} or more. Give --steps {filling + 1}, or choose "
-            "a synchronous schedule."
+            f"{format_count(num_steps, 'step')} of the schedule {plan.schedule} were given, but it takes {filling} "
+            f"steps to fill and to empty the pipeline; expected {filling + 1} or more. Give --steps {filling + 1}, or "
+            "choose a synchronous schedule."
         )
 
 
 @contextlib.contextmanager
 def claimed(folder: Path, job: Job) -> Iterator[None]:
-    """Check before ranks start that results, and states on drives, can be written.
+    """Check that results, checkpoints and states on drives can be written, and then run the block.
 
-    Leaves no empty folder after a failure.
+    Makes the folders, and removes those that are still empty at the end. Raises RunError for a folder that is not
+    writable, DocumentError for a result path that is not a regular file.
     """
     wanted = [folder, *([Path(job.save_model).parent] if job.save_model is not None else [])]
     wanted += [Path(job.checkpoint)] if job.checkpoint is not None else []
@@ -270,7 +274,7 @@ def _check_writable(folder: Path) -> None:
         make_folder(folder)
     except OSError as error:
         raise RunError(
-            f"{folder}: results cannot be written there ({error.strerror}). Choose a writable folder."
+            f"{folder}: results cannot be written to this folder ({error.strerror}). Choose a writable folder."
         ) from None
 
 
@@ -283,7 +287,7 @@ def _keep_results(scratch: Path, folder: Path) -> RunResult:
 def _start_again(job: Job) -> str:
     newest = find_newest(Path(job.checkpoint)) if job.checkpoint is not None else None
     if newest is None:
-        return "Start it again with the same command."
+        return "Start the run again with the same command."
     return f"The newest checkpoint is {newest}: continue from there with the same command and --resume."
 
 
@@ -311,7 +315,7 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
         detail = f"\n{first['traceback'].rstrip()}" if first["traceback"] else ""
         return f"Rank {first['rank']} failed: {first['message']}{detail}"
     rank = min(failures, key=lambda item: failures[item].timestamp)
-    return f"Rank {rank} ended with exit code {failures[rank].exitcode}; see what it printed above."
+    return f"Rank {rank} ended with exit code {failures[rank].exitcode}; its output is above."
 
 
 def _is_connection_error(message: str) -> bool:
@@ -374,12 +378,13 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-# ``torchrun ... --module meshwright run PLAN.json``, on one node or several. Here the agent is torchrun's own, so each
-# rank reports its own error directly, and only rank 0 writes the results.
+# For ``torchrun ... --module meshwright run PLAN.json``, on one node or several. The agent is torchrun's own, so each
+# rank reports its error directly, and only rank 0 writes the results.
 def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> RunResult | None:
-    """Run a job on this rank, together with the others; return the result on rank 0, None on others.
+    """Run a job as one rank of torchrun; return the results on rank 0, None on other ranks. All ranks call it together.
 
-    Raises PlanError if the plan does not fit the model or the number of ranks, RunError if rank 0 cannot write.
+    Raises PlanError if the plan does not match the model or the number of ranks, RunError if rank 0 cannot write the
+    results or if this rank ran out of memory.
     """
     folder, sink = Path(folder).resolve(), events or NullSink()
     is_first = os.environ["RANK"] == "0"
@@ -411,7 +416,7 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
 
 
 def leave(code: int) -> None:
-    """End this rank's process at once, after everything was written, without shutting the interpreter down.
+    """End this process with the exit code ``code``, without shutting the interpreter down. Flushes stdout and stderr.
 
     A finished worker was once aborted while the interpreter shut torch down ("terminate called without an active
     exception"; cause not established).

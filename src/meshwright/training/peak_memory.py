@@ -1,9 +1,9 @@
-"""Peak memory of a rank in training, as measured (`MemoryMeter`) and, for a rank that ran out of it, as predicted.
+"""Peak memory of a rank in training: measured (`MemoryMeter`), and predicted for a rank that ran out of memory.
 
-Counted is what the platform reports from the moment when everything is prepared. On a CUDA device the allocator counts.
-On a CPU under Linux it is the growth of the process's resident set (its high-water mark is reset first) plus the size
-of the stage's parameters: the interpreter, its libraries and the memory of the capture are left out, and memory that
-the C library kept from them for reuse is not seen, so the figure can be somewhat low.
+The measurement starts when the model is prepared. On a CUDA device it is the peak of torch's allocator. On a CPU under
+Linux it is the growth of the process's resident set (its high-water mark is reset first) plus the size of the stage's
+parameters. So the interpreter, its libraries and the memory of the capture are left out. Memory that the C library kept
+from these for reuse is not counted, so the figure can be somewhat low.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import capture_fake
 
 _HELP = (
-    "What helps: smaller microbatches (plan -m), --recompute op or full, --zero 1 to 3, more stages, or fewer ranks on "
-    "a host; `meshwright show PLAN` shows what the memory is used for."
+    "To use less memory, plan with smaller microbatches (-m), --recompute op or full, --zero 1 to 3, more stages, or "
+    "fewer ranks on a host; `meshwright show PLAN` shows what the memory is used for."
 )
 
 
 def predict_memory(plan_file: str, process: int) -> str:
-    """Return the predicted memory of a process, and remedies; or the reason why it cannot be predicted here."""
+    """Return a text for the user: the predicted peak memory of a process (or why it is not known), and remedies."""
     try:
         known = _predict(plan_file, process)
     except (MeshwrightError, OSError) as error:
@@ -53,8 +53,8 @@ def _predict(plan_file: str, process: int) -> str:
         total = sum(peaks) * width
         together = f"; all {format_count(plan.num_devices, 'rank')} together, {format_bytes(total)}"
     return (
-        f"Predicted for it were {format_bytes(peaks[process // width])} of {format_bytes(has)}{together}, without the "
-        "interpreter and its libraries."
+        f"It was predicted to use {format_bytes(peaks[process // width])} of {format_bytes(has)}{together}, without "
+        "the interpreter and its libraries."
     )
 
 
@@ -64,9 +64,10 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
-    """Counts from its creation on; ``resident`` are existing tensors that belong to training.
+    """Measures the peak memory of this process from its creation on.
 
-    ``beside()`` returns the bytes of offloaded tensors, which are part of a process's growth on processors, too.
+    ``resident``: existing tensors that count as well, such as parameters. ``beside()``: bytes of offloaded tensors,
+    which are subtracted from the growth of the process on CPUs.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class MemoryMeter:
         self._beside_bytes = beside()
 
     def peak(self) -> ProcessPeak:
-        """Return the peak of training so far; 0 if the platform does not report it."""
+        """Return the peak so far in bytes; 0 if the platform does not report it."""
         if self._device.type == "cuda":
             in_use, reserved = (
                 read(self._device) for read in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)

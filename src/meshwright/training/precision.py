@@ -1,13 +1,13 @@
-"""A model in the precision of its plan: cast if the plan keeps weights in two bytes, and captured again.
+"""Bring a model into the precision of its plan: cast it if weights have two bytes, and capture it again.
 
     mixed, bfloat16     parameters and persistent buffers are cast. Other buffers are tables that the model computed,
                         such as the frequencies of rotary embeddings; they are not cast, unless an op would get inputs
                         of two floating types
-    amp, amp-float16    a model that reads the type of a tensor gets the type under autocast
+    amp, amp-float16    the model is captured under autocast, if it reads types of tensors
 
-A plan is for the graph of the original model. The model in its precision has another graph, of mostly the same ops. It
-gets the layers of the original graph, so that the plan's stages stay the same although tensors have other sizes in
-bytes.
+A plan is for the graph of the original model. In the plan's precision the model has another graph, of mostly the same
+ops. That graph gets the layers of the original graph, so that the plan's stages stay the same although tensors have
+other sizes in bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.runtime.local_models import replace_held
 from meshwright.spec import FLOAT_DTYPES, CaptureError, Graph, Placement, Plan, PlanError
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan | Placement)
-# The inputs and the targets, as `capture_model` takes them.
+# A pair of inputs and targets, as `capture_model` takes them.
 Batch = tuple[Any, Any]
 Capture = Callable[..., Captured]
 # Families of ops whose floating inputs must have one type in torch.
@@ -41,7 +41,10 @@ def cast_type(plan: Plan | Placement) -> torch.dtype | None:
 
 
 def recaptures(plan: Plan | Placement, model: torch.nn.Module, graph: Graph) -> bool:
-    """Return whether a model with graph ``graph`` computes by another graph in the precision of its plan."""
+    """Return whether a model has to be captured again, because its graph changes in the precision of its plan.
+
+    ``graph`` is the graph of the model as it is.
+    """
     if (dtype := cast_type(plan)) is not None:
         return any(item.dtype is not dtype for item in _castable(model) if item.is_floating_point())
     # Without such an argument no op has its own type.
@@ -51,10 +54,11 @@ def recaptures(plan: Plan | Placement, model: torch.nn.Module, graph: Graph) -> 
 def capture_in_precision(
     plan: Plan | Placement, model: torch.nn.Module, batch: Batch, given: Captured, capture: Capture
 ) -> tuple[Captured, Batch]:
-    """Cast the model if its plan says so, and capture it again; for a model that `recaptures`.
+    """Cast the model in place if its plan requires that, and capture it again; for a model that `recaptures`.
 
-    ``capture(inputs, targets=, autocast=)`` captures the model. Returns the last capture, and a batch in the types
-    that the model takes. Raises CaptureError as ``capture`` does.
+    ``batch``: an example (inputs, targets). ``given``: the capture of the original model. ``capture(inputs, targets=,
+    autocast=)`` captures the model. Returns the new capture, and the batch in the types that the model takes. Raises
+    CaptureError as ``capture`` does.
     """
     dtype = cast_type(plan)
     if dtype is None:
@@ -110,14 +114,14 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype, items: list[torch.Tensor])
 
 
 def cast_batch(batch: Any, dtype: torch.dtype) -> Any:
-    """Return the batch with its floating tensors cast."""
+    """Return a batch (any nested structure) with its floating-point tensors cast."""
     return pytree.tree_map_only(torch.Tensor, lambda item: item.to(dtype) if item.is_floating_point() else item, batch)
 
 
 def bind_plan(plan: AnyPlan, given: Graph, made: Graph) -> AnyPlan:
-    """Return the plan for the ``given`` graph, changed to one for the graph that the model has in the plan's precision.
+    """Return the plan for the graph ``given``, changed to a plan for the graph ``made`` in the plan's precision.
 
-    Raises PlanError if that graph has other layers, or other ops where the plan names ops.
+    Raises PlanError if the graph ``made`` has other layers, or other ops where the plan refers to ops.
     """
     different = _first_difference(given, made)
     has_layers = [layer.name for layer in given.layers] == [layer.name for layer in made.layers]

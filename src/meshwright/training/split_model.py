@@ -1,8 +1,9 @@
-"""A model in parts: what a split strategy computes, as a module whose graph can be placed.
+"""A model whose layers are split into parts, as FlexFlow's strategies do, as a module whose graph can be placed.
 
-Each part is a module of its own (`lowering.part_name`); what one part reads of others is cut by theirs and joined by
-its own. So the graph that is captured of the whole says by the modules of its ops which part they are of. Parameters
-of parts are shares of the model's, or its own where they are whole.
+A part computes a slice of a layer's outputs, and is a module of its own (`lowering.part_name`). Tensors that a part
+reads from other parts are cut by modules of those parts, and joined by a module of the part. So the captured graph
+shows by the modules of its ops which part they belong to. Parameters of parts are slices of the model's parameters, or
+the model's own where they are whole.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from meshwright.planner.methods.flexflow.lowering import (
 from meshwright.spec import CaptureError, GraphError, PlanError
 from meshwright.zoo import ModelSource
 
-# By how much a loss may differ from that of the model, relatively: sums come in another order.
+# The largest relative difference from the loss of the model: sums are in another order.
 _CLOSE = 1e-3
 
 
 def split_source(
     source: ModelSource, degrees: Sequence[Sequence[int]], mode: Literal["training", "inference"]
 ) -> ModelSource:
-    """Return the same model in parts, for batches of the size of the source's; it takes inputs and targets as tensors.
+    """Return the same model with its layers split into parts, for batches of the source's batch size.
 
-    ``degrees``: of each layer (`planner.methods.flexflow`), one for each of its dims. Raises CaptureError for a model
-    that cannot be captured, or whose parts compute something else; PlanError for degrees that do not fit, or an op that
-    cannot be called in parts.
+    It takes inputs and targets as tensors. ``degrees``: for each layer, the number of parts along each of its dims
+    (`planner.methods.flexflow`). Raises CaptureError for a model that cannot be captured, or whose parts compute
+    another loss; PlanError for degrees that do not match the layers, or for an op that cannot be split.
     """
     training = mode == "training"
     targets, loss = (source.targets, source.loss) if training else ((), None)
@@ -49,7 +50,7 @@ def split_source(
     try:
         model = SplitModel(split, captured)
     except GraphError as error:
-        raise PlanError(f"The strategy cannot be run in parts: {error}") from None
+        raise PlanError(f"The model's layers cannot be split as the plan says: {error}") from None
     model.train(training)
     inputs = flatten_batch(captured, source.inputs, targets)
     weights = [*source.model.parameters(), *source.model.buffers(), *inputs]
@@ -59,7 +60,7 @@ def split_source(
 
 
 class SplitModel(nn.Module):
-    """Takes the tensors of a captured batch, inputs and then targets, and returns the loss, or all outputs."""
+    """A model in parts: takes the tensors of a batch (inputs, then targets), and returns the loss, or all outputs."""
 
     # For `capture_model`.
     takes_one_size = True
@@ -68,7 +69,7 @@ class SplitModel(nn.Module):
         super().__init__()
         builder = _Builder(split, captured)
         self.parts = builder.module()
-        # Targets are among its tensors.
+        # Targets are among the tensors that it takes.
         self.takes_targets = captured.graph.has_loss
         self.writes_copies = any(item.copies for items in split.parts for item in items)
         self.draws_random = any(op.random for op in captured.graph.ops)
@@ -80,12 +81,12 @@ class SplitModel(nn.Module):
         self._aliases = {alias: name for name, items in captured.trace.aliases.items() for alias in items}
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Return the loss of a graph that has one; else its outputs, one alone as it is."""
+        """Return the loss if the graph has one; else the only output, or a tuple of outputs."""
         made = self.parts(*tensors)
         return made[0] if self.takes_targets or len(made) == 1 else made
 
     def whole_state(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the state of the original model, its shares joined, from the state of this one."""
+        """Return the state dict of the original model from that of this model, with the slices joined, on the CPU."""
         whole: dict[str, torch.Tensor] = {name: value.cpu().clone() for name, value in self._unused.items()}
         seen = set()
         for key, value in state.items():
@@ -103,34 +104,37 @@ class SplitModel(nn.Module):
 
 
 class PartOps(nn.Module):
-    """The ops of a part. Exported ops name the module that they come from, but not their graph module."""
+    """The ops of a part, as a module around their graph module.
+
+    Exported ops are named after the module that they come from, but not after a graph module.
+    """
 
     def __init__(self, ops: fx.GraphModule) -> None:
         super().__init__()
         self.ops = ops
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the part's outputs."""
+        """Return the outputs of the part."""
         made: tuple[torch.Tensor, ...] = self.ops(*given)
         return made
 
 
 class Take(nn.Module):
-    """Part of a tensor: ``ends`` has (dim, start, length) of each dim that is narrowed."""
+    """Cuts a slice out of a tensor; ``ends`` has (dim, start, length) for each dim that is narrowed."""
 
     def __init__(self, ends: Sequence[tuple[int, int, int]]) -> None:
         super().__init__()
         self._ends = tuple(ends)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the part, as a view."""
+        """Return the slice, as a view."""
         for dim, start, length in self._ends:
             value = value.narrow(dim, start, length)
         return value
 
 
 class Join(nn.Module):
-    """Joins the pieces of a tensor; ``places`` are their indices along each dim."""
+    """Joins the pieces of a tensor; ``places`` has for each piece its index along each dim."""
 
     def __init__(self, places: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
@@ -142,7 +146,7 @@ class Join(nn.Module):
 
 
 class Total(nn.Module):
-    """The loss of a model in equal parts: the mean of the losses of its parts."""
+    """The loss of a model in equal parts: the mean of the parts' losses."""
 
     def forward(self, *losses: torch.Tensor) -> torch.Tensor:
         """Return the mean, a scalar."""
@@ -150,7 +154,10 @@ class Total(nn.Module):
 
 
 class TotalOfClasses(nn.Module):
-    """The loss of a model in parts: the sum of their losses over the number of targets that are not ignored."""
+    """The loss of a model in parts: the sum of the parts' losses, divided by the number of targets.
+
+    Targets equal to ``ignored`` do not count.
+    """
 
     def __init__(self, ignored: int) -> None:
         super().__init__()
@@ -303,6 +310,6 @@ def _check_loss(source: ModelSource, model: SplitModel, inputs: Sequence[torch.T
                 item.copy_(before)
     if not torch.allclose(losses[0].float(), losses[1].float(), rtol=_CLOSE, atol=0.0):
         raise CaptureError(
-            f"The loss of {source.name} in parts is {float(losses[1]):.6g}, and {float(losses[0]):.6g} of the model "
-            "itself; this is a defect in Meshwright. Plan with another method."
+            f"The loss of {source.name} split into parts is {float(losses[1]):.6g}, but {float(losses[0]):.6g} for the "
+            "model itself. This is a defect in Meshwright: please report it, and plan with another method."
         )

@@ -1,4 +1,4 @@
-"""Measure this machine for a model: joins capture, runtime and measurement."""
+"""Measure this machine on CPUs: a model's ops, optimizers, transfers, and the runtime's overhead (`measure_here`)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ def measure_here(
     repeats: int = 10,
     events: EventSink | None = None,
 ) -> Measurements:
-    """Measure ops of the model (if one is named), optimizers, transfers and the runtime's overhead on this host.
+    """Measure ops of a model, optimizers, transfers and the runtime's overhead on the CPUs of this host.
 
-    Raises MeasurementError if a process fails, and the errors of loading or capturing the model.
+    ``reference`` names the model (None: no model), ``sizes`` its size options; its ops are timed at each of
+    ``microbatch_sizes``. ``num_ranks``: the number of processes for transfers. Raises MeasurementError if a
+    process fails, and the errors of loading or capturing the model.
     """
     events = events or NullSink()
     if reference is not None:
@@ -46,7 +48,7 @@ def measure_here(
 
 
 def host_overhead() -> float:
-    """Return seconds of the host per instruction of the runtime, on one thread."""
+    """Return the host's seconds per instruction of the runtime, with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,7 +58,7 @@ def host_overhead() -> float:
 
 
 def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:
-    """Return the input of `measurement`: the captured model, its parts, and batches made of its example's samples."""
+    """Return a model for `measurement`: its graph, modules of its ops, and batches from its example's samples."""
     source, captured = captured_model(reference, sizes, None)
     if captured.graph.batch_size not in (None, batch_size):
         source, captured = captured_model(reference, sizes, batch_size)
@@ -75,9 +77,9 @@ def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:
 
 @lru_cache(maxsize=4)
 def captured_model(reference: str, sizes: Sizes, batch_size: int | None) -> tuple[ModelSource, Captured]:
-    """Return the model of a reference and its training graph, for one batch size.
+    """Return the model of a reference, and its capture for training at one batch size.
 
-    With None it is for all sizes if possible.
+    ``batch_size`` None: for all batch sizes if possible.
     """
     options: dict[str, Any] = dict(sizes)
     source = load_model(reference, batch_size=batch_size, **options)

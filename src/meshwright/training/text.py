@@ -1,4 +1,4 @@
-"""Byte-level text that every machine has: the Python standard library's sources.
+"""Byte-level text for training that every machine has: the source files of the Python standard library.
 
 One sample is a window of ``length + 1`` bytes: inputs are the first ``length``, targets the last ``length``. Windows
 are drawn by a seeded generator, so every rank draws the same batches.
@@ -16,7 +16,10 @@ from meshwright.spec import MeshwrightError
 
 
 def read_text(max_bytes: int = 4 * 2**20) -> torch.Tensor:
-    """Return bytes of the standard library's modules in alphabetical order, uint8 of shape (n,), n <= max_bytes."""
+    """Return the first bytes of the standard library's modules, in alphabetical order: uint8, shape (n,).
+
+    n is at most ``max_bytes``. Raises MeshwrightError if this Python has no source files.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     chunks: list[bytes] = []
     total = 0
@@ -33,7 +36,7 @@ def read_text(max_bytes: int = 4 * 2**20) -> torch.Tensor:
 
 
 def text_batches(batch_size: int, length: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield endless batches (inputs, targets), int64 of shape (batch_size, length), the same for the same seed."""
+    """Yield endless batches (inputs, targets), int64 of shape (batch_size, length); equal for equal seeds."""
     text = read_text()
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(length + 1)

@@ -5,14 +5,14 @@
         value = trainer.step(inputs, targets)
     trainer.save("model.pt")
 
-The script is started once per rank (``torchrun --nproc-per-node N script.py``). Every rank builds the same model and
-reads the same global batches; each computes its own stage and microbatches. The model, the loss, the optimizer and the
+Start the script once per rank (``torchrun --nproc-per-node N script.py``). Every rank builds the same model and reads
+the same global batches; each rank computes its own stages and microbatches. The model, the loss, the optimizer and the
 DataLoader stay the user's own.
 
 `check_same` compares what all ranks have read. `gather_state` gathers the whole model's state from the ranks that hold
-its parts. `Losses` collects losses from the ranks that compute them: a batch's loss is the mean over its microbatches,
-which run on several ranks and, under asynchronous schedules, in several calls. Ranks are then up to a step apart, and
-waiting for each other would empty the pipeline: a sum that was started in one call is read in the next.
+its parts. `Losses` all-reduces losses: the loss of a batch is the mean over its microbatches, which run on several
+ranks and, under asynchronous schedules, in several calls. Ranks are then up to a step apart, and waiting for each other
+would empty the pipeline. So the all-reduce that is started in one call is read in the next.
 """
 
 from __future__ import annotations
@@ -68,12 +68,10 @@ from meshwright.training.precision import bind_plan, capture_in_precision, cast_
 
 
 def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
-    """Return the state dict of ``model`` (its own keys) on rank 0, in host memory; None elsewhere.
+    """Return the whole state dict of ``model`` on rank 0, in host memory; None on other ranks.
 
-    All ranks call it together.
-
-    A tensor comes from the first replica of the first stage that holds it; tensors that the graph does not use come
-    from rank 0's model.
+    All ranks call it together. A tensor comes from the first replica of the first stage that holds it; a tensor that
+    the graph does not use comes from rank 0's model.
     """
     owners = _owners(session)
     buffers = {name: item for module in session.modules for name, item in module.named_buffers()}
@@ -119,7 +117,10 @@ def _on_device(value: DTensor, device: torch.device) -> DTensor:
 
 
 def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a state dict with torch.save to a temporary file, then rename; DocumentError if that is not possible."""
+    """Write a state dict with torch.save, completely or not at all (by renaming a temporary file).
+
+    Raises DocumentError if the folder cannot be written to.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -163,32 +164,33 @@ def prepare(
     events: EventSink | None = None,
     offload_folder: Path | str | None = None,
 ) -> Trainer:
-    """Capture the model, cut out this rank's stage, and make it ready to run. All ranks call it together.
+    """Capture the model, cut out this rank's stages, and return a trainer for them. All ranks call it together.
 
     Args:
-        model: the whole model, equal on all ranks (build it after ``torch.manual_seed``). The memory of the parameters
-            that other ranks hold is released, and a plan in ``mixed`` or ``bfloat16`` casts it; otherwise it is not
-            changed.
-        loss: ``loss(outputs, *targets) -> scalar``; None if the model returns its loss, alone or as ``outputs.loss``. A
-            plan for inference has none.
+        model: the whole model, equal on all ranks (build it after ``torch.manual_seed``). The memory of parameters that
+            only other ranks hold is released, and a plan in ``mixed`` or ``bfloat16`` casts the model in place;
+            otherwise the model is not changed.
+        loss: ``loss(outputs, *targets) -> scalar``; None if the model returns its loss, alone or as ``outputs.loss``.
+            Ignored for inference.
         optimizer: a torch optimizer over ``model.parameters()`` (it keeps only this rank's parameters), or a function
             that makes one from a list of parameters; None for inference.
         batch: an example batch ``(inputs, targets)``; only its shapes matter. If the model computes its loss, the
             inputs alone, as a dict with labels, or ``((first, second), ())`` for two positional ones.
         plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
-        repair: the remedy for stale gradients under an asynchronous schedule; by default none.
-        clip_norm: the largest norm of all gradients of the model together, as in torch's clip_grad_norm_.
+        repair: the remedy for stale gradients under an asynchronous schedule; None for no remedy.
+        clip_norm: the largest norm of all gradients of the model together, as in torch's clip_grad_norm_; None for no
+            clipping.
         feed: the data set that `Trainer.train` reads.
-        verify: first compare the captured model with the eager one.
+        verify: compare the captured model with the eager one on rank 0.
         device: ``cpu`` or ``cuda``; by default that of the plan's cluster.
         compiled: whether torch compiles the layers, each on its own; by default as in the plan.
         events: receives the progress of compiling, if the plan's layers are compiled.
         offload_folder: the folder for optimizer states that the plan keeps on drives; by default that of temporary
-            files. Nothing stays there.
+            files. No file stays there after the run.
 
     Raises PlanError (or GraphMismatchError) if the plan does not match the model, CaptureError if the model cannot be
-    captured faithfully, RunError if a host or its drives lack room for offloaded states.
+    captured or the capture computes something else, RunError if a host or its drives lack room for offloaded states.
     """
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     if compiled is not None:
@@ -243,7 +245,7 @@ def prepare(
 
 
 class Trainer:
-    """A model in training under a plan; made by `prepare`."""
+    """A model in training or inference under a plan; made by `prepare`."""
 
     def __init__(
         self,
@@ -270,21 +272,21 @@ class Trainer:
 
     @property
     def compilation(self) -> Compilation:
-        """Which of this rank's layers are compiled, if the plan compiles them."""
+        """The state of this rank's compiled layers; empty if the plan compiles no layers."""
         return self._session.model.compilation
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """The number of this process in the process group."""
         return self._session.rank
 
     def step(self, inputs: Any, targets: Any = ()) -> float:
         """Train one step on a global batch; return its loss (the mean over the microbatches), the same on every rank.
 
-        Under an asynchronous schedule, the loss is that of the newest batch whose forwards are known to have ended;
-        nan while the pipeline fills. `losses` has all of them. The last batch of a data set may have fewer microbatches
-        of the plan's size. Raises PlanError for other sizes than that of the plan's global batch, RunError if the ranks
-        were given different batches, or for a plan for inference.
+        Under an asynchronous schedule the loss is that of the newest batch whose loss is known, nan while the pipeline
+        fills; `losses` has all known losses. The last batch of a data set may have fewer microbatches. Raises PlanError
+        if the number of samples does not match the plan's global batch; RunError if the ranks were given different
+        first batches, or for a plan for inference.
         """
         if self._losses is None:
             raise RunError("The plan is for inference, which trains nothing. Call `infer`, or plan for training.")
@@ -292,10 +294,10 @@ class Trainer:
         return self._took(made, self._session.count_microbatches(tensors))
 
     def infer(self, inputs: Any) -> dict[str, torch.Tensor]:
-        """Run a global batch forward; return by name the outputs that this rank made, empty on most ranks.
+        """Run the forward of a global batch; return by name the outputs that this rank made, {} on most ranks.
 
-        They are the rows of the rank's own microbatches, in order: if the last stage has replicas, each makes a
-        part. Raises as `step`, for a plan for training.
+        The outputs have the samples of the rank's own microbatches, in order. If the last stage has replicas, each
+        makes a part of the batch. Raises as `step`, but RunError for a plan for training.
         """
         if self._losses is not None:
             raise RunError("The plan is for training, whose steps update weights. Call `step`, or plan for inference.")
@@ -320,15 +322,15 @@ class Trainer:
         return tensors if dtype is None else tuple(cast_batch(tensors, dtype))
 
     def train(self) -> Iterator[float]:
-        """Train on the data set that `prepare` was given; yield, step by step, what `step` returns.
+        """Train on the data set that `prepare` was given; yield the loss after each step, as `step` returns it.
 
-        All ranks call it together. Raises RunError for errors of the data set, with the place at which they occurred,
-        and if the ranks were given different data sets.
+        All ranks call it together. Raises RunError for errors of the data set, with the microbatch in which they
+        occurred; if the ranks were given different data sets; and for a plan for inference.
         """
         if self._losses is None:
             raise RunError("The plan is for inference, which trains nothing. Call `infer`, or plan for training.")
         if self._feed is None:
-            raise RunError("No data set was given to train on. Give one: prepare(..., feed=Feed(dataset)).")
+            raise RunError("No data set was given to train on. Give it to prepare: prepare(..., feed=Feed(dataset)).")
         feed, session = self._feed, self._session
         check_same("read another data set than rank 0, or in another order", feed.describe())
         plan = session.plan
@@ -371,10 +373,9 @@ class Trainer:
         return self._losses.known[-1] if self._losses.known else math.nan
 
     def finish(self) -> None:
-        """Finish all work in progress under an asynchronous schedule; the next step fills the pipeline again.
+        """Finish all work in progress. Under an asynchronous schedule the next step fills the pipeline again.
 
-        All ranks call it together. Raises RunError if fewer steps were run than are needed to fill and empty the
-        pipeline.
+        All ranks call it together. Raises RunError if fewer steps were run than fill and empty the pipeline.
         """
         made = self._session.finish()
         if self._losses is not None and self._session.steps.num_filling:
@@ -383,15 +384,15 @@ class Trainer:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The known losses of batches, from the first on; those of all batches after `finish`. Empty in inference."""
+        """The known losses by step, from the first step on; after `finish` those of all steps. Empty for inference."""
         return self.losses_since(0)
 
     def losses_since(self, count: int) -> tuple[float, ...]:
-        """Return the losses without the first ``count``."""
+        """Return the known losses except for the first ``count``."""
         return tuple(self._losses.known[count:]) if self._losses is not None else ()
 
     def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
-        """Return bytes that this rank holds before a step on such a batch: state, buckets, its microbatches."""
+        """Return the bytes that this rank holds before a step on a batch: state, gradient buckets, its microbatches."""
         session = self._session
         given = session.microbatch_inputs(self._flatten(inputs, targets))
         # Stages may read the same inputs: shared memory counts once.
@@ -407,16 +408,16 @@ class Trainer:
         return sum(held.values()) + sum(mine.values())
 
     def record(self) -> None:
-        """Record spans from the next step on (earlier recordings are dropped)."""
+        """Record spans from the next step on; earlier recordings are dropped. All ranks call it together."""
         dist.barrier()
         self._session.recorder.start(self._session.steps.next_repetition)
 
     def stop_recording(self) -> None:
-        """Stop recording; recorded spans stay for `timeline`."""
+        """Stop recording after the last step; recorded spans stay for `timeline`."""
         self._session.recorder.stop(self._session.steps.next_repetition)
 
     def timeline(self) -> Timeline | None:
-        """Return the recorded steps of all ranks on one clock, on rank 0; None elsewhere.
+        """Return the recorded steps of all ranks on one clock, on rank 0; None on other ranks.
 
         All ranks call it together.
         """
@@ -431,7 +432,7 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return the whole model's state under the user's names, in rank 0's host memory; None elsewhere.
+        """Return the whole model's state dict with the user's names, in rank 0's host memory; None on other ranks.
 
         All ranks call it together. Work in progress is finished first (`finish`). Every tensor comes from the first
         replica of the first stage that holds it; parameters that the graph does not use keep rank 0's values.
@@ -442,16 +443,20 @@ class Trainer:
         return join(state) if join is not None and state is not None else state
 
     def save(self, path: Path | str) -> None:
-        """Write `state_dict` with torch.save, completely or not at all. All ranks call it together."""
+        """Write `state_dict` with torch.save, completely or not at all. All ranks call it together.
+
+        Raises DocumentError if the folder cannot be written to.
+        """
         state = self.state_dict()
         if state is not None:
             save_state(state, Path(path))
         dist.barrier()
 
     def save_checkpoint(self, folder: Path | str, keep: int = 2) -> Path:
-        """Write a checkpoint from which training can continue; keep ``keep`` in all. All ranks call it together.
+        """Write a checkpoint from which training can continue; return its folder. All ranks call it together.
 
-        Work in progress is finished first (`finish`). Raises RunError if a rank cannot write.
+        The newest ``keep`` checkpoints in ``folder`` are kept. Work in progress is finished first (`finish`). Raises
+        RunError if a rank cannot write.
         """
         self.finish()
         return save_checkpoint(self._session, Path(folder), self._steps, self._run_seed, self._settings, keep)
@@ -459,18 +464,19 @@ class Trainer:
     def resume(self, folder: Path | str) -> int:
         """Continue from the newest checkpoint of a folder; return the number of completed steps.
 
-        Call it before the first step, all ranks together: weights, optimizer states, random numbers and the order of a
-        `Feed` continue as if nothing had happened. Learning-rate schedulers are your own. Raises RunError for a folder
-        without a checkpoint, or one of another plan, number of processes, seed, data set, clipping or repair.
+        All ranks call it together, before the first step. Weights, optimizer states, random numbers and the order of a
+        `Feed` continue as without an interruption. Learning-rate schedulers are not restored. Raises RunError for a
+        folder without a checkpoint, for a checkpoint of another plan, number of processes, seed, data set, precision,
+        clipping or repair, and after the first step.
         """
         if self._steps:
-            raise RunError(f"{self._steps} steps were run already. Resume before the first one.")
+            raise RunError(f"`resume` was called after {self._steps} steps. Call it before the first step.")
         self._steps = self._num_resumed = load_checkpoint(self._session, Path(folder), self._run_seed, self._settings)
         return self._steps
 
     @property
     def num_filling_steps(self) -> int:
-        """Steps that an asynchronous schedule needs to fill and empty its pipeline; 0 for a synchronous one."""
+        """The number of steps that fill and empty the pipeline of an asynchronous schedule; 0 for a synchronous one."""
         return self._session.steps.num_filling
 
     def set_learning_rate(self, rate: float) -> None:
@@ -478,7 +484,7 @@ class Trainer:
         self._session.updates.set_rate(rate)
 
     def close(self) -> None:
-        """Remove the hooks from the user's parameters."""
+        """Remove the hooks from the user's parameters, and release offloaded states."""
         self._session.close()
 
 
@@ -496,7 +502,7 @@ def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:
 
 
 def check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise RunError unless all ranks have the same batch."""
+    """Raise RunError unless ``tensors`` are the same batch on all ranks. All ranks call it together."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -504,7 +510,10 @@ def check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def check_same(what: str, own: str) -> None:
-    """Raise RunError unless ``own`` is the same text on all ranks."""
+    """Raise RunError unless ``own`` is the same text on all ranks; ``what`` says in the message what differs.
+
+    All ranks call it together.
+    """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
@@ -517,9 +526,9 @@ def check_same(what: str, own: str) -> None:
 
 
 class Losses:
-    """Mean losses of the batches, all-reduced over the ranks.
+    """The losses of batches (means over their microbatches), all-reduced over the ranks.
 
-    ``known`` grows by the same values at the same call on every rank.
+    ``known``: the known losses by step; it grows by the same values in the same call on every rank.
     """
 
     def __init__(self, session: Session) -> None:
@@ -536,9 +545,10 @@ class Losses:
         self.known: list[float] = []
 
     def add(self, step: int, outputs: dict[int, list[Output]], num_microbatches: int | None = None) -> None:
-        """Add the losses that this rank made up to the batch of a step, which may be a shorter one.
+        """Add the losses that this rank made in a step, also those of earlier batches. All ranks call it together.
 
-        All ranks call it together.
+        ``outputs``: as `Session.run_step` returns them. ``num_microbatches``: those of the step's batch, by default the
+        plan's.
         """
         self._expected[step] = num_microbatches or self._num_microbatches
         sums = torch.zeros(self._window, 2, dtype=torch.float64, device=self._device)
@@ -553,7 +563,7 @@ class Losses:
             self._take()
 
     def finish(self) -> None:
-        """Wait for sums in progress."""
+        """Wait for the all-reduce in progress, and add its losses to ``known``."""
         self._take()
 
     def _take(self) -> None:

@@ -1,7 +1,8 @@
-"""One rank of a run (`main`, `train_job`), metrics for other tools (`watching`), and a run's prediction (`judge_run`).
+"""One rank of a run (`main`, `train_job`); metrics for other tools (`watching`); a run against its prediction.
 
-``python -m meshwright.training JOB.json FOLDER`` is started per rank by torchrun's agent. Rank 0 writes progress as
-JSON lines; a rank that fails writes its own error, so that the launcher can report which one failed, and why.
+torchrun's agent starts ``python -m meshwright.training JOB.json FOLDER LAUNCHER`` once per rank. Rank 0 writes progress
+as JSON lines. A rank that fails writes its error, so that the launcher can report which rank failed, and why.
+`judge_run` compares a run with its prediction.
 """
 
 from __future__ import annotations
@@ -64,16 +65,16 @@ from meshwright.training.trainer import Trainer, prepare
 
 
 class Watched(EventSink, Protocol):
-    """A sink that is closed at the end of the run."""
+    """A sink of progress and metrics that is closed at the end of the run."""
 
     def close(self) -> None:
         """Write buffered values, and release ports."""
 
 
 class TensorBoardSink:
-    """Scalars ``training/loss`` and ``training/samples_per_s`` by step.
+    """Writes the TensorBoard scalars ``training/loss`` and ``training/samples_per_s`` by step.
 
-    Raises RunError without TensorBoard, or for a folder that cannot be written to.
+    Raises RunError if TensorBoard is not installed, or if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,25 +85,27 @@ class TensorBoardSink:
         try:
             self._writer: Any = SummaryWriter(str(folder))
         except OSError as error:
-            raise RunError(f"{folder}: scalars cannot be written there ({error.strerror}). Choose a folder.") from None
+            raise RunError(
+                f"{folder}: scalars cannot be written to this folder ({error.strerror}). Choose a writable folder."
+            ) from None
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """Do nothing."""
+        """Do nothing: progress is not a scalar."""
 
     def metric(self, name: str, value: float, step: int) -> None:
-        """Write a scalar."""
+        """Write the scalar ``training/name`` at a step."""
         self._writer.add_scalar(f"training/{name}", value, step)
 
     def close(self) -> None:
-        """Write buffered values."""
+        """Write buffered values, and close the file."""
         self._writer.close()
 
 
 class PrometheusSink:
-    """Gauges ``meshwright_loss``, ``meshwright_samples_per_s``, ``meshwright_step`` and ``meshwright_steps``.
+    """Serves the Prometheus gauges ``meshwright_loss``, ``_samples_per_s``, ``_step`` and ``_steps``.
 
-    Served at ``http://127.0.0.1:port/metrics``; port 0 takes a free one. Raises RunError without the client library, or
-    for a port that is taken.
+    The address is ``http://127.0.0.1:port/metrics``; port 0 takes a free port. Raises RunError if the client library is
+    not installed, or if the port is taken.
     """
 
     def __init__(self, port: int) -> None:
@@ -116,19 +119,19 @@ class PrometheusSink:
             self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=self._registry)
         except OSError as error:
             raise RunError(
-                f"Port {port} was given for metrics and cannot be used ({error.strerror}). Give another one, or 0 for "
-                "one that is free."
+                f"Port {port} was given for metrics, but cannot be used ({error.strerror}). Give another port, or 0 "
+                "for a free port."
             ) from None
         self.port: int = self._server.server_port
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """Set the step, and the number of steps."""
+        """Set the gauges of completed steps and of all steps of the run."""
         if task == "steps":
-            self._set("step", done, "Steps that are done.")
-            self._set("steps", total, "Steps of the run.")
+            self._set("step", done, "Completed steps.")
+            self._set("steps", total, "All steps of the run.")
 
     def metric(self, name: str, value: float, step: int) -> None:  # noqa: ARG002 - Prometheus has times of its own
-        """Set the newest value."""
+        """Set the gauge of a metric to its newest value."""
         self._set(name, value, f"{name}, newest known value.")
 
     def close(self) -> None:
@@ -161,7 +164,10 @@ class _Several:
 # step.
 @contextmanager
 def watching(events: EventSink | None, tensorboard: Path | None, prometheus: int | None) -> Iterator[EventSink]:
-    """Yield a sink that passes values on to ``events`` and to the chosen tools, closed at the end."""
+    """Yield a sink that passes values on to ``events`` and to the chosen tools, which are closed after the block.
+
+    ``tensorboard``: the folder for scalars; ``prometheus``: the port; None for neither.
+    """
     with ExitStack() as stack:
         sinks: list[EventSink] = [events] if events is not None else []
         for make, argument in ((TensorBoardSink, tensorboard), (PrometheusSink, prometheus)):
@@ -178,9 +184,12 @@ def _missing(what: str, extra: str) -> RunError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A run beside its prediction: seconds of a step, predicted with an 80 % interval, and measured.
+    """A run compared with its prediction.
 
-    Differences and slow ranks are in words. ``is_measured``: the prediction uses measured times, not only datasheets.
+    ``predicted_s`` and ``measured_s``: median seconds per step. ``low_s`` and ``high_s``: the ends of the predicted
+    80 % interval. ``is_measured``: the prediction uses measured times, not only datasheets. ``difference``: the largest
+    difference of the two timelines, as text. ``stragglers``: ranks that were slower than others. ``first_step``: the
+    number (from 0) of the first step in the timeline.
     """
 
     predicted_s: float
@@ -194,11 +203,11 @@ class Outcome:
 
     @property
     def is_inside(self) -> bool:
-        """Return whether the measured step is in the interval."""
+        """Whether the measured step time is in the predicted interval."""
         return self.low_s <= self.measured_s <= self.high_s
 
     def row(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
+        """Return the comparison as a dict for JSON."""
         return {
             "predicted_step_s": self.predicted_s,
             "predicted_interval_s": [self.low_s, self.high_s],
@@ -213,9 +222,9 @@ class Outcome:
         }
 
     def explain(self) -> list[str]:
-        """Return sentences for people."""
+        """Return the comparison as lines of text for the user."""
         ends = f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}"
-        basis = "" if self.is_measured else ", by datasheets; --measurements TABLE goes by what `measure` found here"
+        basis = "" if self.is_measured else ", from datasheets; use --measurements TABLE to predict from measured times"
         known = f"predicted: {format_seconds(self.predicted_s)} per step, 80 % interval {ends}{basis}"
         where = f"The measured step is {'in' if self.is_inside else 'outside of'} that interval."
         told = [known, where if self.is_inside else f"{where} {self.difference}".rstrip()]
@@ -231,11 +240,12 @@ def judge_run(
     emulated: Emulated | None = None,
     at_s: float = 0.0,
 ) -> Outcome:
-    """Compare a measured timeline, whose first step was number ``first_step`` of the run, with a prediction.
+    """Compare a measured timeline with the prediction for its plan.
 
-    The prediction is for the plan's cluster, or for the emulated one ``at_s`` seconds after the first step. Raises
-    DocumentError or MeasurementError for a table that cannot be read or is of other devices, ClusterError for a cluster
-    that is not known here.
+    ``first_step``: the number (from 0) of the timeline's first step in the run. ``measurements``: the table for the
+    prediction, None for datasheets. The prediction is for the plan's cluster, or for the emulated one ``at_s`` seconds
+    after the first step of the run. Raises DocumentError or MeasurementError for a table that cannot be read or is of
+    other devices, ClusterError if the plan's cluster is not found.
     """
     cluster = load_cluster(plan.cluster) if emulated is None else emulated.cluster
     usual = load_cost_model(cluster, measurements, plan.workload.precision)
@@ -277,10 +287,10 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The facts known after a step (the first is 1).
+    """Progress after a step; ``step`` is its number from 1.
 
-    ``losses`` are those that became known with it, the last of them that of step ``last_loss``: under an asynchronous
-    schedule none at first, then those of earlier steps.
+    ``losses``: the losses that became known in this step; ``last_loss``: the number of the last step whose loss is
+    known. Under an asynchronous schedule losses become known some steps later.
     """
 
     step: int
@@ -290,7 +300,10 @@ class StepFacts:
 
 
 def main(job_path: str, folder: str, launcher: int) -> int:
-    """Run the job, started by the process ``launcher``; return the exit code of this rank."""
+    """Run the job of the file ``job_path`` as one rank; return the exit code of this rank.
+
+    ``folder`` receives progress, results and errors; ``launcher`` is the process id of the launcher.
+    """
     rank = int(os.environ.get("RANK", "0"))
     end_with_parent(launcher)
     # The launcher handles Ctrl-C and ends its ranks; they end without a traceback of their own.
@@ -317,7 +330,10 @@ def main(job_path: str, folder: str, launcher: int) -> int:
 
 
 def end_with_parent(launcher: int) -> None:
-    """Let the kernel end this rank when the launcher dies, however it dies (Linux: prctl(2), PR_SET_PDEATHSIG)."""
+    """Have the kernel kill this rank when its parent dies (Linux: prctl(2), PR_SET_PDEATHSIG).
+
+    Exits at once if the parent has died already. ``launcher``: the process id of the launcher.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # Orphans become children of process 1, which in a container may be the launcher itself.
@@ -326,7 +342,7 @@ def end_with_parent(launcher: int) -> None:
 
 
 def take_cores(pin: bool) -> None:
-    """Give this rank its share of the host's cores: this number of threads, pinned to them if chosen and possible."""
+    """Set this rank's number of threads to its share of the host's cores; with ``pin``, bind it to these cores."""
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share = max(1, len(cores) // local_size)
@@ -352,9 +368,9 @@ def _run(job: Job, folder: Path) -> None:
 
 
 def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) -> tuple[str | None, RunResult]:
-    """Train on this rank, or infer; return the measured timeline as text (rank 0 only), losses and seconds of steps.
+    """Train (or infer) on this rank; return the measured timeline as JSON text (None except on rank 0), and results.
 
-    ``report`` is called on rank 0 after every step; ``events`` receives the progress of compiling there.
+    ``report`` is called on rank 0 after every step; ``events`` receives the progress of compiling on rank 0.
     """
     plan = job.read_plan()
     join_group(choose_device(plan, job.device))
@@ -442,17 +458,19 @@ def _resume(trainer: Trainer, job: Job) -> int:
     done = trainer.resume(job.checkpoint)
     if done >= job.num_steps:
         raise RunError(
-            f"The checkpoint has {done} steps, but {job.num_steps} were given, which include those. Give more --steps."
+            f"The checkpoint has {done} steps already, but --steps {job.num_steps} was given, which includes them. "
+            "Give more --steps."
         )
     left, filling = job.num_steps - done, trainer.num_filling_steps
     if left < filling:
         raise RunError(
-            f"{left} steps are left after the checkpoint of {done}, and the schedule takes {filling} to fill and to "
-            f"empty the pipeline. Give --steps {done + filling} or more."
+            f"{left} steps are left after the checkpoint of {done} steps, but the schedule takes {filling} steps to "
+            f"fill and to empty the pipeline. Give --steps {done + filling} or more."
         )
     if job.first_recorded is not None and job.first_recorded < done:
         raise RunError(
-            f"Step {job.first_recorded + 1} is to be recorded, but the checkpoint has {done} steps. Record later ones."
+            f"Step {job.first_recorded + 1} was given to record, but the checkpoint has {done} steps already. Record a "
+            "later step."
         )
     if job.learning_rate is not None:
         trainer.set_learning_rate(job.learning_rate)

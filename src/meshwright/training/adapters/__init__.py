@@ -1,4 +1,4 @@
-"""Loops of other libraries under a plan: `transformers.Trainer` and Lightning's `Trainer` run Meshwright's steps.
+"""Training loops of other libraries under a plan: `transformers.Trainer` and Lightning's `Trainer`.
 
     PlannedTrainer, trainer_step        pip install 'meshwright[torch,trainer]'
     PlannedStrategy, lightning_step     pip install 'meshwright[torch,lightning]'

@@ -1,13 +1,13 @@
-"""`transformers.Trainer` under a plan: its loop, logs, callbacks and learning rates; our forwards, backwards, updates.
+"""`transformers.Trainer` under a plan: Trainer runs the loop, logs, callbacks and schedulers, Meshwright the steps.
 
     every rank    DataLoader of whole global batches ──▶ training_step ──▶ meshwright's Trainer.step ──▶ loss
                                                                             (clips and updates, too)
-    Trainer       sees one process that knows its rank: nothing is wrapped or sharded, rank 0 logs and writes
+    Trainer       is configured as a single process with a rank: it wraps and shards nothing; rank 0 logs and writes
 
-Trainer divides the loss of a batch by its number of labels, not by that of a microbatch: the model that is planned and
-captured takes that number as an input (`trainer_step`).
+Trainer divides the loss of a batch by the number of labels in the whole batch. The model that is planned and captured
+therefore takes that number as an input (`trainer_step`).
 
-The `optimizer.step()` of its loop after a step finds no gradients and does nothing.
+The `optimizer.step()` of Trainer's loop runs after the update and finds no gradients, so it does nothing.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from meshwright.training.trainer import Trainer, prepare
 _FOLDER = "meshwright"
 # Labels that are ignored in the loss, as everywhere in transformers.
 _IGNORED = -100
-# Methods of Trainer outside its public interface that are replaced below.
+# Private methods of Trainer that are overridden below.
 _REPLACED = ("_clip_grad_norm", "_get_grad_norm", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 _PREFIX = "module."
 
 
 def trainer_step(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Make the model and batch for a plan under Trainer: return them from the function given to `meshwright plan`.
+    """Return model and batch for a plan under Trainer; the function given to `meshwright plan` has to return them.
 
     Args:
         model: the model; it is put in training mode, without a key-value cache, as Trainer does.
-        batch: an example of the data collator's output, with labels; the batch is dim 0.
+        batch: an example of the data collator's output, with labels; dim 0 of each tensor is the batch.
 
     Returns:
-        A module that computes the loss as Trainer does, and its inputs, with counts of labels in addition to the batch
-        if the model takes them.
+        A module that computes the loss as Trainer does, and its inputs by name: the batch, and the number of labels if
+        the model's loss takes it.
     """
     model.train()
     if getattr(model, "config", None) is not None:
@@ -67,15 +67,15 @@ class PlannedTrainer(transformers.Trainer):
 
     Args:
         model: the whole model, equal on all ranks, which computes its loss from a batch with labels.
-        args: as for Trainer. ``per_device_train_batch_size`` is the plan's global batch, in samples, and
-            ``max_grad_norm`` the largest norm of all gradients of the model together.
+        args: as for Trainer. ``per_device_train_batch_size`` has to be the plan's global batch in samples;
+            ``max_grad_norm`` is the largest norm of all gradients of the model together.
         *arguments: as for Trainer.
         plan: a Plan, a Placement or the file of either.
-        verify: first compare the captured model with the eager one.
+        verify: compare the captured model with the eager one before the first step.
         **options: as for Trainer.
 
-    Raises PlanError if the plan is not for such a loop or has another batch size, RunError for settings that a plan
-    decides itself or that are not supported.
+    Raises PlanError if the plan is for inference or asynchronous, or has another batch size; RunError for settings of
+    Trainer that the plan decides or that are not supported.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class PlannedTrainer(transformers.Trainer):
     ) -> None:
         if missing := [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]:
             raise RunError(
-                f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which the adapter replaces; "
-                "expected a newer one. Run: pip install 'transformers>=5.23,<6'."
+                f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which PlannedTrainer overrides; "
+                "expected a supported version. Run: pip install 'transformers>=5.23,<6'."
             )
         self._plan = take_plan(plan)
         if args is None:
@@ -109,20 +109,20 @@ class PlannedTrainer(transformers.Trainer):
 
     @property
     def planned(self) -> Trainer:
-        """Meshwright's trainer, with timelines and losses; RunError before the first step, which creates it."""
+        """Meshwright's trainer, with timelines and losses. Raises RunError before the first step, which creates it."""
         if self._planned is None:
-            raise RunError("No step was run yet, and the first one prepares the model. Call `train` first.")
+            raise RunError("No step has run yet; the first step creates the planned trainer. Call `train` first.")
         return self._planned
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train as Trainer does, once; RunError for a second call, and for callbacks that need gradients."""
+        """Train as Trainer does. Raises RunError for a second call, and for callbacks that need gradients."""
         if self._planned is not None:
             raise RunError(
                 "`train` was called a second time; under a plan each rank keeps only its part of the model. Train in "
                 "one go (num_train_epochs, max_steps), or continue from a checkpoint in a new process."
             )
         for callback in self.callback_handler.callbacks:
-            why = "gradients are used up within the step"
+            why = "the plan's step has applied and cleared the gradients by then"
             refuse_overridden("The callback", type(callback), TrainerCallback, {"on_pre_optimizer_step": why})
         return super().train(*arguments, **options)
 
@@ -132,7 +132,7 @@ class PlannedTrainer(transformers.Trainer):
         inputs: dict[str, Any],
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Run a whole step of the plan, update included; returns its loss, the same on every rank."""
+        """Run a whole step of the plan, update included; return its loss, the same on every rank."""
         given = dict(inputs)
         if num_items_in_batch is None or not _takes_count(model):
             self._check_labels(inputs)
@@ -155,22 +155,22 @@ class PlannedTrainer(transformers.Trainer):
             dist.barrier()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Trainer's estimate for the whole model; the parameters of other ranks are released by then."""
+        """Return Trainer's estimate of the FLOPs of a batch, for the whole model; 0 before the first step."""
         name = getattr(self.model, "main_input_name", "input_ids")
         if self._num_parameters is None or name not in inputs:
             return 0
         return 6 * int(inputs[name].numel()) * self._num_parameters
 
     def evaluate(self, *_arguments: Any, **_options: Any) -> Any:
-        """Raises RunError: each rank has only its part of the model."""
+        """Raise RunError: each rank has only its part of the model."""
         _refuse_evaluation("evaluate")
 
     def predict(self, *_arguments: Any, **_options: Any) -> Any:
-        """Raises RunError: each rank has only its part of the model."""
+        """Raise RunError: each rank has only its part of the model."""
         _refuse_evaluation("predict")
 
     def hyperparameter_search(self, *_arguments: Any, **_options: Any) -> Any:
-        """Raises RunError: a plan is for one model and one batch."""
+        """Raise RunError: a plan is for one model and one batch."""
         raise RunError(
             "PlannedTrainer does not support `hyperparameter_search`; expected `train`, since a plan is for one model "
             "and batch. Search with a plain Trainer, and plan for the result."
@@ -220,9 +220,9 @@ class PlannedTrainer(transformers.Trainer):
         folder = Path(checkpoint) / _FOLDER
         if not folder.is_dir():
             raise RunError(
-                f"{checkpoint} has no folder {_FOLDER}, as checkpoints of a plain Trainer and those with "
-                "save_only_model have none; expected a checkpoint of this plan. Give one, or load the weights alone "
-                "with `from_pretrained`."
+                f"{checkpoint} has no folder {_FOLDER} with optimizer states (a checkpoint of a plain Trainer, or one "
+                "with save_only_model, has none). Give a checkpoint that PlannedTrainer wrote, or load the weights "
+                "alone with `from_pretrained`."
             )
         self._resumed = folder
         assert self.lr_scheduler is not None, "Trainer makes it first"
@@ -239,8 +239,8 @@ class PlannedTrainer(transformers.Trainer):
             type(self),
             PlannedTrainer,
             {
-                "training_step": "steps are those of the plan",
-                "compute_loss": "the loss is the one that the model computes",
+                "training_step": "the plan runs the steps",
+                "compute_loss": "the captured model computes the loss",
                 "optimizer_step": "updates are part of the step",
             },
         )
@@ -261,9 +261,8 @@ class PlannedTrainer(transformers.Trainer):
             return
         if rest := len(dataset) % size:
             raise PlanError(
-                f"A data set of {len(dataset)} samples was given, whose last batch ends with {rest} of the "
-                f"{size} samples of a microbatch; expected whole microbatches. Give dataloader_drop_last=True, or "
-                "other samples."
+                f"The data set has {len(dataset)} samples, so its last microbatch has {rest} samples instead of "
+                f"{size}; expected whole microbatches. Give dataloader_drop_last=True, or another number of samples."
             )
 
     def _check_labels(self, inputs: dict[str, Any]) -> None:
@@ -279,9 +278,9 @@ class PlannedTrainer(transformers.Trainer):
         found = sorted({int(item) for item in counts.reshape(-1, size).sum(1)})
         if len(found) > 1:
             raise RunError(
-                f"Microbatches with {found[0]} to {found[-1]} labels were given, the others being {_IGNORED}; expected "
-                "the same number in each, since the loss of a step is the mean over its microbatches, where Trainer "
-                "takes that over labels. Pack sequences to one length, or plan with fewer, larger microbatches (-m 1)."
+                f"Microbatches have {found[0]} to {found[-1]} labels (not counting {_IGNORED}); expected the same "
+                "number in each, since the loss of a step is the mean over its microbatches, while Trainer takes the "
+                "mean over labels. Pack sequences to one length, or plan with fewer, larger microbatches (-m 1)."
             )
 
 

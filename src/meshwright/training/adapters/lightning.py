@@ -1,10 +1,10 @@
-"""Lightning's `Trainer` under a plan, as a strategy: its loop, logs, callbacks, schedulers; our forwards and updates.
+"""Lightning's `Trainer` under a plan: Lightning runs the loop, logs, callbacks and schedulers, Meshwright the steps.
 
 The model that is planned and captured is the ``training_step`` of a LightningModule, as a module that returns its loss
-(`lightning_step`). It is traced once, on tensors without values: values that it logs besides the loss, and values that
-it reads from Lightning's Trainer, would be the same in every step, and are refused.
+(`lightning_step`). The step is traced once, on tensors without values. Values that it logs besides the loss, or reads
+from Lightning's Trainer, would be the same in every step, so they are refused.
 
-    Trainer ── batch ──▶ PlannedStrategy.training_step ──▶ meshwright's Trainer.step ──▶ loss, logged again
+    Trainer ── batch ──▶ PlannedStrategy.training_step ──▶ meshwright's Trainer.step ──▶ loss, which is then logged
             ── backward, optimizer_step ──▶ nothing is left to do
 """
 
@@ -30,21 +30,21 @@ from meshwright.training.adapters.shared import RefusedSetting, refuse_given, re
 from meshwright.training.trainer import Trainer, prepare
 
 _PREFIX = "module."
-_WITHIN = "backward and update are within the plan's step"
+_WITHIN = "the plan's step runs backward and update itself"
 # Hooks that Lightning calls between phases that the plan executes in one call.
 _HOOKS = dict.fromkeys(("on_before_backward", "on_after_backward", "on_before_optimizer_step"), _WITHIN)
 _MODULE_HOOKS = {
     **dict.fromkeys(("backward", "optimizer_step", "optimizer_zero_grad", "on_before_zero_grad"), _WITHIN),
-    "configure_gradient_clipping": "gradients are clipped within the plan's step, by gradient_clip_val",
+    "configure_gradient_clipping": "the plan's step clips gradients itself, by gradient_clip_val",
 }
 
 
 def lightning_step(module: pl.LightningModule, batch: Any) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """Make model and batch for a plan of a LightningModule: return them from the function given to `meshwright plan`.
+    """Return model and batch for a plan of a LightningModule, for the function given to `meshwright plan` to return.
 
     Args:
         module: the LightningModule.
-        batch: an example of what its DataLoader yields; the batch is dim 0 of every tensor.
+        batch: an example of what the DataLoader yields; dim 0 of every tensor is the batch.
 
     Returns:
         A module that computes the loss of ``training_step``, and its inputs.
@@ -56,12 +56,12 @@ class PlannedStrategy(Strategy):
     """Runs every step of `pytorch_lightning.Trainer.fit` under a plan: ``Trainer(strategy=PlannedStrategy(plan))``.
 
     Args:
-        plan: a Plan, a Placement or the file of either, for what `lightning_step` returns.
+        plan: a Plan, a Placement or the file of either, made from what `lightning_step` returns.
         run_seed: seed of dropout and other random ops.
-        verify: first compare the captured step with the eager one.
+        verify: compare the captured step with the eager one before the first step.
 
-    All ranks run the script and read the same global batches. Raises PlanError if the plan is not for such a loop,
-    and `fit` raises RunError for settings that a plan decides itself or that are not supported.
+    All ranks run the script and read the same global batches. Raises PlanError if the plan is for inference or
+    asynchronous. `fit` raises RunError for settings of Lightning that the plan decides or that are not supported.
     """
 
     def __init__(self, plan: Plan | Placement | Path | str, *, run_seed: int = 0, verify: bool = True) -> None:
@@ -77,9 +77,9 @@ class PlannedStrategy(Strategy):
 
     @property
     def planned(self) -> Trainer:
-        """Meshwright's trainer, with timelines and losses; RunError before the first step, which creates it."""
+        """Meshwright's trainer, with timelines and losses. Raises RunError before the first step, which creates it."""
         if self._planned is None:
-            raise RunError("No step was run yet, and the first one prepares the model. Call `fit` first.")
+            raise RunError("No step has run yet; the first step creates the planned trainer. Call `fit` first.")
         return self._planned
 
     @property
@@ -93,7 +93,7 @@ class PlannedStrategy(Strategy):
         return self.global_rank == 0
 
     def setup_environment(self) -> None:
-        """Join the process group that torchrun set up."""
+        """Join the process group that torchrun set up. Raises RunError if Lightning's accelerator is not the plan's."""
         name = type(self.accelerator).__name__.removesuffix("Accelerator").lower()
         if name != self._kind:
             accelerator = "gpu" if self._kind == "cuda" else self._kind
@@ -106,7 +106,7 @@ class PlannedStrategy(Strategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Create optimizers, after refusing everything that is not supported."""
+        """Create the optimizers. Raises RunError for settings, hooks and callbacks that are not supported."""
         assert self.lightning_module is not None, "Lightning connects a module first"
         self._refuse(trainer, self.lightning_module)
         self._clip_norm = float(trainer.gradient_clip_val) if trainer.gradient_clip_val else None
@@ -114,7 +114,7 @@ class PlannedStrategy(Strategy):
         self._step = _StepLoss(self.lightning_module)
 
     def training_step(self, batch: Any, *_arguments: Any, **_options: Any) -> torch.Tensor:
-        """Run a whole step of the plan, update included; returns its loss, the same on every rank."""
+        """Run a whole step of the plan, update included; return its loss, the same on every rank."""
         assert self._step is not None, "Lightning sets the strategy up first"
         module = self._step.module
         inputs = (_as_tuple(batch),)
@@ -136,7 +136,7 @@ class PlannedStrategy(Strategy):
         return loss
 
     def backward(self, closure_loss: torch.Tensor, *_arguments: Any, **_options: Any) -> torch.Tensor:
-        """Do nothing: `training_step` has done it."""
+        """Do nothing: `training_step` has run the backward."""
         return closure_loss
 
     def optimizer_step(
@@ -146,11 +146,11 @@ class PlannedStrategy(Strategy):
         model: Any = None,  # noqa: ARG002
         **_options: Any,
     ) -> Any:
-        """Run the closure, which calls `training_step`; that updates, too."""
+        """Run the closure, which calls `training_step`; the plan's step updates the parameters."""
         return closure()
 
     def validation_step(self, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Raises RunError, as do the other steps without training."""
+        """Not supported: always raises RunError."""
         _refuse_evaluation("validate")
 
     def test_step(self, *_arguments: Any, **_options: Any) -> NoReturn:
@@ -162,7 +162,7 @@ class PlannedStrategy(Strategy):
         _refuse_evaluation("predict")
 
     def model_to_device(self) -> None:
-        """Do nothing: `prepare` moves this rank's part."""
+        """Do nothing: `prepare` moves this rank's part of the model."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole model's state on rank 0, under the LightningModule's names; empty elsewhere."""
@@ -173,18 +173,21 @@ class PlannedStrategy(Strategy):
         return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
     def optimizer_state(self, _optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty: Lightning's checkpoints contain weights only. ``planned.save_checkpoint`` writes the ranks' states."""
+        """Return an empty dict: Lightning's checkpoints contain weights only.
+
+        ``planned.save_checkpoint`` writes the optimizer states of all ranks.
+        """
         return {}
 
     def load_checkpoint(self, checkpoint_path: Any, *_arguments: Any, **_options: Any) -> NoReturn:
-        """Raises RunError: Lightning's checkpoints do not contain the ranks' optimizer states."""
+        """Raise RunError: Lightning's checkpoints do not contain the ranks' optimizer states."""
         raise RunError(
-            f"`fit` was given the checkpoint {checkpoint_path}; expected no ckpt_path, since checkpoints have the "
-            "weights without the optimizer's states. Load the weights (load_from_checkpoint) and train from there."
+            f"`fit` was given the checkpoint {checkpoint_path}; expected no ckpt_path, since Lightning's checkpoints "
+            "under a plan contain no optimizer states. Load the weights (load_from_checkpoint) and train from there."
         )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean, or the sum, of a tensor over all ranks."""
+        """Return a tensor's mean (or sum, by ``reduce_op``) over all ranks; other objects are returned unchanged."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         found = tensor.detach().clone()
@@ -215,13 +218,13 @@ class PlannedStrategy(Strategy):
         return torch.stack(found)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any of them, decide True."""
+        """Return whether all ranks (with ``all=False``: any rank) decide True."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, bool(decision))
         return min(found) if all else max(found)
 
     def teardown(self) -> None:
-        """Tear down as other strategies do, but leave the model on its device, so that it can still be saved."""
+        """End the strategy as others do, but leave the model on its device, so that it can still be saved."""
         assert self.accelerator is not None, "Lightning gives one"
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -265,13 +268,13 @@ class PlannedStrategy(Strategy):
                 RefusedSetting(
                     bool(getattr(trainer, "_detect_anomaly", False)),
                     "detect_anomaly=True",
-                    "False, since backwards are the plan's",
+                    "False, since the plan runs the backwards",
                     "Look for anomalies in one process.",
                 ),
                 RefusedSetting(
                     bool(getattr(trainer, "sync_batchnorm", False)),
                     "sync_batchnorm=True",
-                    "False, since statistics are those of microbatches",
+                    "False, since batch norm uses the statistics of each microbatch",
                     "Leave it out.",
                 ),
             ],
@@ -329,7 +332,7 @@ class _StepLoss(torch.nn.Module):
         for name, (value, _) in values.items():
             if value is not loss:
                 raise PlanError(
-                    f"training_step logs {name!r}, which is not the loss that it returns; expected the loss alone, "
+                    f"training_step logs {name!r}, which is not the loss that it returns; only the loss can be logged, "
                     "since no rank has all values of a step. Log the loss itself, and compute the rest from saved "
                     "weights."
                 )
@@ -366,7 +369,7 @@ class _Absent:
         what = object.__getattribute__(self, "_what")
         raise PlanError(
             f"training_step uses {what}; expected a step that depends on the batch alone, since it is traced once "
-            "and run as traced. Move what depends on it to a hook, such as on_train_batch_start."
+            "and run as traced. Move that code to a hook, such as on_train_batch_start."
         )
 
     __getattr__ = __bool__ = __int__ = __index__ = __float__ = __eq__ = __hash__ = __lt__ = __le__ = __gt__ = _refuse

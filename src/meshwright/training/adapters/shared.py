@@ -1,4 +1,4 @@
-"""Checks of plans and settings that both adapters share."""
+"""Checks of plans and settings that both adapters use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from meshwright.spec.plan_files import read_plan
 
 
 class RefusedSetting(NamedTuple):
-    """A setting of another loop that a plan decides, or that is not supported."""
+    """A setting of the other library that the plan decides, or that is not supported.
+
+    ``given``: whether the user has set it. ``what``, ``expected`` and ``advice`` are parts of the error message.
+    """
 
     given: bool
     what: str
@@ -20,27 +23,33 @@ class RefusedSetting(NamedTuple):
 
 
 def take_plan(plan: Plan | Placement | Path | str) -> Plan | Placement:
-    """Return the plan, read if it is a file. Raises PlanError unless each of its steps is a whole training step."""
+    """Return the plan, read from its file if it is a path.
+
+    Raises PlanError for a plan for inference or with an asynchronous schedule.
+    """
     found = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     if found.workload.kind == "inference":
-        raise PlanError("A plan for inference was given; expected one for training. Plan without --inference.")
+        raise PlanError("The plan is for inference; expected a plan for training. Plan without --inference.")
     if isinstance(found, Plan) and found.is_asynchronous:
         raise PlanError(
             f"The plan's schedule {found.schedule!r} is asynchronous, so that a step's loss is known some steps later; "
-            "expected a synchronous one. Plan with --schedule 1f1b, or train with meshwright.prepare."
+            "expected a synchronous schedule. Plan with --schedule 1f1b, or train with meshwright.prepare."
         )
     return found
 
 
 def refuse_given(where: str, refusals: Iterable[RefusedSetting]) -> None:
-    """Raise RunError for the first setting that was given."""
+    """Raise RunError for the first setting that the user has set; ``where`` names the library's class."""
     for item in refusals:
         if item.given:
             raise RunError(f"{where} was given {item.what}; expected {item.expected}. {item.advice}")
 
 
 def refuse_overridden(what: str, kind: type, base: type, reasons: Mapping[str, str]) -> None:
-    """Raise RunError if a class overrides a method of its base that is never called; ``reasons``: by name, why."""
+    """Raise RunError if a class overrides a method that is never called under a plan.
+
+    ``reasons``: by name of the method, why it is not called. ``what`` says what the class is, for the message.
+    """
     for name, reason in reasons.items():
         if getattr(kind, name, None) is not getattr(base, name, None):
             raise RunError(
@@ -50,5 +59,5 @@ def refuse_overridden(what: str, kind: type, base: type, reasons: Mapping[str, s
 
 
 def microbatch_size(plan: Plan | Placement) -> int:
-    """Return samples of a microbatch."""
+    """Return the number of samples in a microbatch."""
     return plan.workload.global_batch // plan.num_microbatches
