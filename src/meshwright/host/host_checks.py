@@ -339,5 +339,5 @@ def _survive(check: Callable[[], Iterable[Finding]], name: str) -> Iterator[Find
             name=name.removeprefix("check_").replace("_", " "),
             found=f"not known ({type(error).__name__}: {str(error)[:120]})",
             status="note",
-            remedy="The check does not understand this machine; the other findings are valid.",
+            remedy="This check failed on this machine; the other findings are valid.",
         )

@@ -141,7 +141,7 @@ def check_memory(host: Host) -> Iterator[Finding]:
             name="cgroup limit",
             found=f"{format_bytes(found.limit_bytes)} of {format_bytes(found.total_bytes)}",
             status="note",
-            remedy="A rank that exceeds it is killed by SIGKILL; raise it (docker --memory, MemoryMax of the unit).",
+            remedy="A rank above the limit is killed by SIGKILL; raise it (docker --memory, MemoryMax of the unit).",
             topic="a-rank-is-killed-by-sigkill",
         )
     yield _judge_shared_memory(host)

@@ -47,7 +47,7 @@ def check_precision(plan: Plan | Placement, device: torch.device | None = None) 
         major, minor = torch.cuda.get_device_capability(device)
         raise PlanError(
             f"The plan computes in bfloat16, which {torch.cuda.get_device_name(device)} (compute capability "
-            f"{major}.{minor}) does not have; GPUs have it from 8.0 on. Plan with --precision float32 or amp-float16."
+            f"{major}.{minor}) does not support; GPUs do from 8.0 on. Plan with --precision float32 or amp-float16."
         )
 
 

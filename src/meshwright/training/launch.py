@@ -176,7 +176,8 @@ def num_processes(plan: Plan | Placement) -> int:
 def read_runnable_plan(job: Job) -> Plan | Placement:
     """Return the job's plan, after checking that it can run with the job's options.
 
-    Raises PlanError if it cannot, RunError if the checkpoint folder is in use, and the errors of `compute_orders`.
+    Raises PlanError if it cannot, RunError if the checkpoint folder holds checkpoints and the job does not resume, and
+    the errors of `compute_orders`.
     """
     plan = job.read_plan()
     check_model_is_here(plan.model)

@@ -203,7 +203,9 @@ def prepare(
     if infers:
         loss, targets, optimizer = None, (), _no_optimizer
     if optimizer is None:
-        raise PlanError("The plan is for training, but no optimizer was given. Give one over model.parameters().")
+        raise PlanError(
+            "The plan is for training, but no optimizer was given. Give an optimizer over model.parameters()."
+        )
     check_precision(plan, own_device)
     capture = partial(capture_model, model, loss=loss, mode=plan.workload.kind, verify=False)
     captured = capture(inputs, targets=targets)

@@ -160,7 +160,10 @@ class HostStreams:
                 if queue and all(awaited.is_set for awaited in queue[0].awaits)
             ]
             if not ready:
-                raise RunError(f"{work.item.instruction} can never start. Please report it with the plan.")
+                raise RunError(
+                    f"{work.item.instruction} can never start: its dependencies wait for each other. Please report it "
+                    "with the plan."
+                )
             for each in ready:
                 each.run(None)
 

@@ -234,7 +234,8 @@ class DriveFile:
                 done += os.pwritev(self._file, [values[done:]], start + done)
         except OSError as error:
             raise RunError(
-                f"{self.folder}: optimizer states cannot be written there ({error.strerror or error}). {FOLDER_ADVICE}"
+                f"{self.folder}: optimizer states cannot be written to this folder "
+                f"({error.strerror or error}). {FOLDER_ADVICE}"
             ) from None
 
     def map(self, start: int, num_bytes: int) -> HostBuffer:
@@ -258,7 +259,7 @@ class DriveFile:
                 return
             self.close()
             raise RunError(
-                f"{self.folder}: has no room for {format_bytes(num_bytes)} of optimizer states "
+                f"{self.folder}: this folder has no room for {format_bytes(num_bytes)} of optimizer states "
                 f"({error.strerror or error}). {FOLDER_ADVICE}"
             ) from None
 

@@ -134,7 +134,10 @@ class ExchangeRows(torch.nn.Module):
         self._axis, self._is_home = axis, is_home
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Return the arrived rows, in the order of the ranks that sent them."""
+        """Return the arrived rows, in the order of the ranks that sent them.
+
+        ``ends`` and ``received``: what `ExchangeCounts` got and returned, also on the way back (``is_home``).
+        """
         sent = count_rows(ends).view(self._axis.size, -1).sum(1)
         out, back = torch.stack((sent, received.sum(1))).tolist()
         if self._is_home:

@@ -331,7 +331,7 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
     if (batch, accumulated) != (global_batch, 1):
         raise PlanError(
             f"Batches of per_device_train_batch_size={batch} with gradient_accumulation_steps={accumulated} were "
-            f"given; expected {global_batch} and 1: the plan's global batch, of which the plan makes "
+            f"given; expected {global_batch} and 1: the plan's global batch, which the plan cuts into "
             f"{plan.num_microbatches} microbatches itself. Set both arguments to these, or plan with --batch "
             f"{batch * accumulated}."
         )
@@ -369,7 +369,10 @@ def _check_arguments(plan: Plan | Placement, args: TrainingArguments) -> None:
             ),
             RefusedSetting(evaluates, f"eval_strategy={args.eval_strategy!r}", "'no'", flags["eval_on_start"][1]),
             RefusedSetting(
-                layerwise, f"optim={args.optim!r}", "an optimizer that steps once", "Choose another, such as adamw."
+                layerwise,
+                f"optim={args.optim!r}",
+                "an optimizer that updates in one step",
+                "Choose another, such as adamw.",
             ),
             RefusedSetting(
                 args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "one", "Start one process per GPU (torchrun)."
