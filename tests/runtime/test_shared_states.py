@@ -111,7 +111,7 @@ def open_shared(model, **options):
             {"stages": (StagePlan(start=0, stop=6, ranks=(0, 1), shares=(3, 1)),)},
             "compute 1 and 3 microbatches",
         ),
-        (Blocks, {"recompute": ((1, 11), (11, 21))}, "recomputes ops 1:11, and gathers"),
+        (Blocks, {"recompute": ((1, 11), (11, 21))}, "recomputes ops 1:11 together, but gathers"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(fake_ranks, make, options, words):

@@ -481,7 +481,7 @@ def test_lightning_has_the_losses_of_one_process(found, layout):
         ("refused", "neftune_noise_alpha", "neftune_noise_alpha=5.0"),
         ("refused", "eval_strategy", "expected 'no'"),
         ("refused", "schedule", "PlanError: The plan's schedule 'pipedream' is asynchronous"),
-        ("refused", "inference", "expected one for training"),
+        ("refused", "inference", "The plan is for inference; expected a plan for training"),
         ("refused", "compute_loss", "has its own `compute_loss`"),
         ("refused", "loss func", "compute_loss_func"),
         ("refused", "rest", "PlanError: The data set has 23 samples"),

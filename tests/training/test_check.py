@@ -62,7 +62,7 @@ def test_losses_of_a_run_are_those_of_one_process(tmp_path, options, warm_ranks)
 def test_what_one_process_would_not_have_is_refused(tmp_path):
     for options, words in (
         ({"schedule": "pipedream"}, "weights are older"),
-        ({"precision": "amp"}, "for amp, whose products"),
+        ({"precision": "amp"}, "for precision amp, in which products"),
         ({"resume": True, "checkpoint": "kept"}, "continues from a checkpoint"),
     ):
         with pytest.raises(PlanError, match=words):

@@ -36,10 +36,10 @@ def test_what_does_not_fit_is_refused(results):
     said = results["said"]
     assert "the checkpoint has plan " in said["plan"]
     assert "the checkpoint has seed 0, but the run has 5" in said["seed"]
-    assert "no checkpoint is there" in said["nothing"]
+    assert "this folder has no checkpoint" in said["nothing"]
     assert "holds a checkpoint of 4 steps, but this run has done 0" in said["other run"]
     assert said["interrupted"] == 4
-    assert "4 steps were run already" in said["late"]
+    assert "`resume` was called after 4 steps" in said["late"]
 
 
 def meshwright(*words, folder, **options):
@@ -86,4 +86,4 @@ def test_a_killed_run_goes_on(tmp_path, request):
     assert sorted(path.name for path in (tmp_path / "kept").iterdir())[-1] == f"step-{done + 3:08d}"
     code, text = said(meshwright(*run, "--steps", "2", "--resume", folder=tmp_path))
     assert code == 1
-    assert f"The checkpoint has {done + 3} steps, but 2 were given" in text
+    assert f"The checkpoint has {done + 3} steps already, but --steps 2 was given" in text

@@ -118,7 +118,9 @@ def test_a_rest_is_left_out_or_makes_a_shorter_step(make_dataset):
     assert len(whole) == 4
     shorter = read(Feed(dataset=make_dataset(14), drop_last=False), 8, 2)
     assert shorter == whole | {(1, m): [8 + 2 * m, 9 + 2 * m] for m in range(3)}
-    with pytest.raises(RunError, match="ends with 5 samples, which are 2 microbatches of 2 and 1 samples more"):
+    with pytest.raises(
+        RunError, match="ends with a batch of 5 samples, which are 2 microbatches of 2 and 1 samples more"
+    ):
         read(Feed(dataset=make_dataset(13), drop_last=False), 8, 2)
 
 

@@ -80,5 +80,5 @@ def test_the_ready_job_runs_forward_alone(tmp_path, warm_ranks):
     ],
 )
 def test_what_inference_has_not_is_refused(tmp_path, options, name):
-    with pytest.raises(PlanError, match=f"trains nothing: leave out {name}"):
+    with pytest.raises(PlanError, match=rf"does not train\. Leave out {name}"):
         run_plan(Job(plan=plan_file(tmp_path), num_steps=2, **options), tmp_path / "out")
