@@ -98,10 +98,10 @@ def test_a_head_has_the_length_of_what_is_left_out(loop, tmp_path):
 @pytest.mark.parametrize(
     ("message", "status", "sentence", "header"),
     [
-        (get("/"), 404, "There is nothing at '/'", None),
-        (get("/v2/models"), 404, "There is nothing", None),
-        (get("/v2/models/m/else"), 404, "There is nothing", None),
-        (get("/v2/models/m/versions"), 404, "There is nothing", None),
+        (get("/"), 404, "There is no path '/'", None),
+        (get("/v2/models"), 404, "There is no path", None),
+        (get("/v2/models/m/else"), 404, "There is no path", None),
+        (get("/v2/models/m/versions"), 404, "There is no path", None),
         (get("/v2/models/z"), 404, "no model 'z'", None),
         (get("/v2/models/m/versions/7"), 404, "no version '7'; expected '1'", None),
         (post(request(), "/v2/models/z/infer"), 404, "no model 'z'", None),
@@ -680,7 +680,7 @@ def test_no_more_connections_than_there_may_be(loop, tmp_path):
         return told(refused), refused[1]["retry-after"], is_closed, again[0], server.front.counts.refused
 
     (status, sentence), *rest = run(loop, FakeGate(tmp_path), scenario, connections=2)
-    assert (status, sentence) == (503, "There are 2 connections already, the most that are allowed.")
+    assert (status, sentence) == (503, "The server has 2 connections already, its limit. Try again later.")
     assert rest == ["1", True, 200, 1]
 
 

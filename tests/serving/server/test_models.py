@@ -256,7 +256,7 @@ def test_a_module_alone_takes_what_the_deployment_says(own):
         ("growing", r"returned output \[1, 1, 3\], \[2, 2, 3\]"),
         ("total", "returned no tensor with dims"),
         ("text", "returned no tensor with dims"),
-        ("odd", "other tensors for other batch sizes"),
+        ("odd", "different tensors for different batch sizes"),
         ("complex", "complex64, which the protocol cannot carry"),
         ("uneven", "first dims of its inputs are x 2, z 4"),
         ("single", r"run on a batch of 1, raised RuntimeError: .*own.py:\d+: return x.view\(2, 3\)\)"),
@@ -335,7 +335,7 @@ def test_programs_without_a_batch_are_refused(tmp_path, own):
 
     for inputs in ((torch.ones(3), torch.ones(())), (torch.ones(3), torch.ones(2))):
         torch.export.save(torch.export.export(Plain(), inputs), tmp_path / "plain.pt2")
-        with pytest.raises(ServingError, match="expected one size, the batch, for all"):
+        with pytest.raises(ServingError, match="expected one size, the batch size, for all"):
             open_model(served(str(tmp_path / "plain.pt2")))
     with pytest.raises(ServingError, match="has its own sizes"):
         open_model(served(str(tmp_path / "plain.pt2"), image_size=3))
@@ -359,7 +359,7 @@ def test_hooks(own):
     ("changes", "words"),
     [
         ({"preprocess": "flatten"}, "the inputs of flatten cannot be found automatically"),
-        ({"preprocess": "flatten", "inputs": True}, "'flatten' is not a function"),
+        ({"preprocess": "flatten", "inputs": True}, "'flatten' is not a reference to a function"),
         ({"postprocess": "OWN:broken"}, r"broken\(\) raised KeyError: 'nothing' .*own.py:\d+: raise KeyError"),
         ({"postprocess": "OWN:brken"}, "did you mean 'broken'"),
         ({"image_size": 0}, "image_size is 0; expected at least 1"),

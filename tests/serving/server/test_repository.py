@@ -165,7 +165,7 @@ def test_a_model_that_is_loaded_again_answers_by_its_new_file_and_all_workers_kn
     [
         ("def make():\n    raise ValueError('no weights')\n", "no weights"),
         *left_to_ci(
-            ("import os\ndef make():\n    os._exit(7)\n", "The first worker that loaded own ended"),
+            ("import os\ndef make():\n    os._exit(7)\n", "The worker that was the first to load own has ended"),
             ("def make(:\n", "own.py"),
             ("def make():\n    raise KeyboardInterrupt\n", "KeyboardInterrupt"),
             (None, "own.py"),

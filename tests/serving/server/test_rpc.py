@@ -356,8 +356,8 @@ def test_a_message_has_to_come(loop, tmp_path):
         return await outcome(slow), await outcome(empty), await outcome(call(channel, request()))
 
     slow, empty, good = run(FakeGate(tmp_path), scenario, loop, receive=1.5)
-    assert slow[:2] == (grpc.StatusCode.ABORTED, "The request has not come within 1.5 s; send it at once.")
-    assert empty[:2] == (INVALID, "The call has ended without a message; expected one.")
+    assert slow[:2] == (grpc.StatusCode.ABORTED, "The request has not arrived within 1.5 s; send it faster.")
+    assert empty[:2] == (INVALID, "The call has ended without a message; expected one message.")
     assert good[0] == grpc.StatusCode.OK
 
 

@@ -20,11 +20,11 @@ def test_tokens(tmp_path, text):
 def test_what_is_none_is_refused_wherever_it_is_read(tmp_path, capsys, text):
     path = tmp_path / "token"
     path.write_bytes(text.encode())
-    with pytest.raises(ServingError, match="expected a token in one line"):
+    with pytest.raises(ServingError, match="expected a token, one line of ASCII"):
         read_token(path)
     for command in (["load", "http://127.0.0.1:9", "--rate", "1"], ["models", "http://127.0.0.1:9"]):
         assert invoke(["serve", *command, "--token-file", str(path)]) == 1
-        assert "expected a token in one line" in " ".join(capsys.readouterr().err.split())
+        assert "expected a token, one line of ASCII" in " ".join(capsys.readouterr().err.split())
     if len(text) < 2**14:
         with pytest.raises(ServingError, match="token"):
             read_target("http://127.0.0.1:8000", text)

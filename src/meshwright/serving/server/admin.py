@@ -1,13 +1,14 @@
-"""The admin port of a server: its state, for people, programs and Prometheus; only on this machine.
+"""The admin port of a server, at 127.0.0.1 only: it shows the server's state, and changes its models.
 
     GET /                       a page that shows the state (`dashboard`)
-    GET /status                 the processes and what each has reported, as JSON
+    GET /status                 totals, models and processes, as JSON
     GET /metrics                the same in Prometheus' text format
     GET /health                 200 while requests can be answered, 503 otherwise
     GET /timeline?seconds=2     a timeline of requests during the next seconds (`collecting`), for Perfetto
-    POST /v2/repository/...     change the models (`repository`); with the server's token, if it has one
+    POST /v2/repository/...     change the models (`repository`); needs the server's token, if the server has one
 
-Processes report each second (`reports`), so that queries take none of their time.
+Each process of the server reports its state to the supervisor once a second (`reports`). This port answers from these
+reports, so that requests to it do not slow down frontends, scheduler or workers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ _BOUNDS = range(4 * 13, 4 * 35, 4)
 
 
 async def serve_admin(supervisor: Supervisor, file: Path, token_file: Path | None = None) -> None:
-    """Serve until the supervisor stops. ``file`` is the deployment's; ``token_file`` has the token for changes."""
+    """Serve the admin port until the supervisor stops.
+
+    ``file`` is the deployment file, which is read again when models change. ``token_file`` contains the token that
+    changes require; None: no token. Raises ServingError if the port is in use.
+    """
     token = None if token_file is None else read_token(token_file)
     listener = _listen(supervisor.deployment.server.admin_port)
     supervisor.admin_port = listener.getsockname()[1]
@@ -88,7 +93,7 @@ def _listen(port: int) -> socket.socket:
 
 
 class Door:
-    """The ASGI application."""
+    """The ASGI application of the admin port, and the source of its Prometheus metrics (`collect`)."""
 
     def __init__(self, supervisor: Supervisor, repository: Repository, token: str | None = None) -> None:
         self._supervisor, self._repository = supervisor, repository
@@ -125,7 +130,13 @@ class Door:
         asset = read_asset(path)
         if asset is not None:
             return 200, *asset
-        return 404, _JSON, _error("The pages are / for people, /status, /metrics, /health and /timeline.")
+        return (
+            404,
+            _JSON,
+            _error(
+                "There is no page at this path; the pages are / (for people), /status, /metrics, /health and /timeline."
+            ),
+        )
 
     async def _record(self, scope: Message, send: Send) -> None:
         """Send a timeline, piece by piece; a HEAD request records nothing."""
@@ -138,7 +149,7 @@ class Door:
             sentence = "Another timeline is being recorded. Ask again when it is done."
             await _answer(send, 409, _JSON, _error(sentence), (b"retry-after", b"%d" % busy.seconds))
         except Ending:
-            await _answer(send, 503, _JSON, _error("The server ends, or has not started: there is nothing to record."))
+            await _answer(send, 503, _JSON, _error("No timeline can be recorded: the server is starting or ending."))
         else:
             kept = (b"content-disposition", b'attachment; filename="timeline.json"')
             headers = [*_HEADERS, (b"content-type", _JSON), kept]
@@ -153,17 +164,17 @@ class Door:
         """Change the models, and answer."""
         # Some browsers reveal a foreign page only by this header.
         if b"origin" in headers:
-            return 403, {"error": "Web pages cannot change the models."}
+            return 403, {"error": "Web pages cannot change the models. Send the request without an Origin header."}
         if self._token is not None and not is_bearer(headers.get(b"authorization", b""), self._token):
             return 401, {"error": "A change of models needs the server's token; expected Authorization: Bearer TOKEN."}
         body = b""
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return 400, {"error": "The request ended before its body."}
+                return 400, {"error": "The connection was closed before the whole body had arrived."}
             body += message.get("body", b"")
             if len(body) > _MOST_BODY:
-                return 413, {"error": f"The body has more than {_MOST_BODY} bytes. Send none."}
+                return 413, {"error": f"The body has more than {_MOST_BODY} bytes; the request needs no body."}
             if not message.get("more_body"):
                 return await self._repository.answer(path, body)
 
@@ -172,12 +183,14 @@ class Door:
         status = status_of(self._supervisor)
         answers = CounterMetricFamily(
             "meshwright_answers",
-            "Requests answered, by HTTP status (the equivalent one for gRPC); without a model for requests that were "
-            "not matched to one.",
+            "Answered requests by model and HTTP status (for gRPC, the equivalent HTTP status); the model is empty for "
+            "requests that named no served model.",
             labels=["model", "status"],
         )
         seconds = HistogramMetricFamily(
-            "meshwright_request_seconds", "From a request's first byte to its answer with status 200.", labels=["model"]
+            "meshwright_request_seconds",
+            "Seconds from a request's first byte to its answer, of answers with status 200.",
+            labels=["model"],
         )
         fates = CounterMetricFamily(
             "meshwright_samples",
@@ -197,22 +210,22 @@ class Door:
         yield from (answers, seconds, fates, batches)
         for name, text in (
             ("cancelled_requests", "Requests whose clients disconnected before they were answered."),
-            ("refused_connections", "Client connections refused over the limit."),
+            ("refused_connections", "Client connections refused because the limit of connections was reached."),
         ):
             yield CounterMetricFamily(f"meshwright_{name}", text, value=status[name])
         for name, text, value in (
             ("ready", "1 while requests can be answered.", float(status["ready"])),
             ("queued_samples", "Samples that wait in queues.", status["queued"]),
-            ("workers_up", "Workers that are up.", status["up"]),
-            ("workers_idle", "Workers that are idle.", status["idle"]),
+            ("workers_up", "Workers that can run batches.", status["up"]),
+            ("workers_idle", "Workers that can run batches and have no batch.", status["idle"]),
             ("connections", "Open client connections.", status["connections"]),
-            ("slack_seconds", "How long before a deadline batches must end, as measured.", status["slack_s"]),
-            ("guard_seconds", "How late timers are, as measured.", status["guard_s"]),
+            ("slack_seconds", "Seconds before a deadline by which a batch must end.", status["slack_s"]),
+            ("guard_seconds", "Seconds by which the policy is woken early, as timers fire late.", status["guard_s"]),
         ):
             yield GaugeMetricFamily(f"meshwright_{name}", text, value=value)
         starts = CounterMetricFamily("meshwright_process_starts", "Number of starts of a process.", labels=["process"])
         cpu = CounterMetricFamily("meshwright_process_cpu_seconds", "Processor time in seconds.", labels=["process"])
-        memory = GaugeMetricFamily("meshwright_process_resident_bytes", "Memory in use.", labels=["process"])
+        memory = GaugeMetricFamily("meshwright_process_resident_bytes", "Resident memory in bytes.", labels=["process"])
         for process in status["processes"]:
             starts.add_metric([process["name"]], process["starts"])
             cpu.add_metric([process["name"]], process["cpu_s"])
@@ -235,12 +248,16 @@ def _refusal(method: str, path: str, headers: dict[bytes, bytes]) -> tuple[int, 
     host = headers.get(b"host", b"")
     # A foreign host name could otherwise resolve to this machine.
     if host not in _HOSTS and host.rpartition(b":")[0] not in _HOSTS:
-        return 403, _JSON, _error("The admin port serves this machine only: use 127.0.0.1.")
+        return 403, _JSON, _error("The admin port serves this machine only: ask for host 127.0.0.1 or localhost.")
     if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin") and path != "/":
-        return 403, _JSON, _error("Another site may not use the admin port.")
+        return 403, _JSON, _error("Web pages of other sites cannot use the admin port.")
     is_change = path.startswith(_REPOSITORY)
     if method not in (("POST",) if is_change else ("GET", "HEAD")):
-        return 405, _JSON, _error("Use POST." if is_change else "Use GET.")
+        return (
+            405,
+            _JSON,
+            _error("This path needs the method POST." if is_change else "This path needs the method GET."),
+        )
     return None
 
 
@@ -249,7 +266,7 @@ def _read_seconds(query: bytes) -> float:
     given = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     text = given[0][1] if given else "2"
     if [name for name, _ in given] not in ([], ["seconds"]) or not _SECONDS.fullmatch(text):
-        raise ServingError("The query is not understood; use /timeline?seconds=2.")
+        raise ServingError("/timeline takes only the number of seconds to record, as in /timeline?seconds=2.")
     seconds = float(text)
     if not LEAST_S <= seconds <= MOST_S:
         raise ServingError(f"seconds is {seconds:g}; expected {LEAST_S:g} to {MOST_S:g}.")
@@ -265,7 +282,7 @@ def _histogram(buckets: dict[int, int], latency_ns: int) -> tuple[list[tuple[str
 
 
 def status_of(supervisor: Supervisor) -> dict[str, Any]:
-    """Return the state of a server: totals, models, processes; the document of ``/status``."""
+    """Return the state of a server as the JSON document of ``/status``: totals, models and processes."""
     facts = supervisor.facts
     scheduler = facts.get("scheduler", {})
     fronts = [each for name, each in facts.items() if name.startswith("front-")]

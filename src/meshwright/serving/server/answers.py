@@ -1,4 +1,4 @@
-"""HTTP answers as bytes: heads are prepared except for the length, and each answer is one piece."""
+"""Build HTTP answers as bytes, head and body in one piece; compress and decompress bodies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NotCompressed(Exception):  # noqa: N818 - it is not an error of ours
 
 
 class ResponseWriter:
-    """Build answers; `tick` is called about once a second and renews their date."""
+    """Builds HTTP answers; call `tick` about once a second to renew their Date header."""
 
     def __init__(self) -> None:
         self._statuses = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
@@ -36,18 +36,18 @@ class ResponseWriter:
         self.tick()
 
     def tick(self) -> None:
-        """Renew the date."""
+        """Renew the Date header."""
         date = f"Date: {formatdate(usegmt=True)}\r\nContent-Type: ".encode()
         if date != self._date:
             self._date = date
             self._done = self._statuses[200] + date + JSON + b"\r\nContent-Length: "
 
     def done(self, body: bytes, fields: bytes = b"") -> bytes:
-        """Return an answer of status 200 with JSON; ``fields`` are further header lines, each with its end."""
+        """Return an answer of status 200 with JSON; ``fields`` are further header lines, each ending with CR LF."""
         return b"%b%d\r\n%b\r\n%b" % (self._done, len(body), fields, body)
 
     def make(self, status: int, body: bytes, fields: bytes = b"", kind: bytes = JSON) -> bytes:
-        """Return an answer of any status and content type."""
+        """Return an answer of any status; ``kind`` is its content type."""
         return b"%b%b%b\r\nContent-Length: %d\r\n%b\r\n%b" % (
             self._statuses[status],
             self._date,
@@ -58,17 +58,21 @@ class ResponseWriter:
         )
 
     def error(self, status: int, sentence: str, fields: bytes = b"") -> bytes:
-        """Return an answer with an error message."""
+        """Return an answer whose JSON body is ``{"error": sentence}``."""
         return self.make(status, error_body(sentence), fields)
 
 
 def error_body(sentence: str) -> bytes:
-    """Return the JSON body of an error."""
+    """Return the JSON body of an error answer: ``{"error": sentence}``."""
     return msgspec.json.encode({"error": sentence.encode(errors="replace").decode()})
 
 
 def compress(body: bytes, accepted: bytes | None) -> tuple[bytes, bytes]:
-    """Compress a body if its client accepts that (``Accept-Encoding``); return it and the header line."""
+    """Compress a body of 1 KiB or more if the client accepts gzip or deflate.
+
+    ``accepted`` is the request's ``Accept-Encoding``. Returns the body and its ``Content-Encoding`` header line, which
+    is empty for a body that is not compressed.
+    """
     if accepted is None or len(body) < _LEAST_COMPRESSED:
         return body, b""
     for part in accepted.lower().split(b","):
@@ -81,7 +85,11 @@ def compress(body: bytes, accepted: bytes | None) -> tuple[bytes, bytes]:
 
 
 def decompress(body: bytes, coding: bytes, most: int) -> bytes:
-    """Decompress a body by its ``Content-Encoding``. Raises TooLarge, NotCompressed, or KeyError for the coding."""
+    """Decompress a body; ``coding`` is its ``Content-Encoding``.
+
+    Raises TooLarge if the result has more than ``most`` bytes, NotCompressed if the body is damaged, and KeyError for
+    an unknown coding.
+    """
     name = coding.strip().lower()
     if name == b"identity":
         return body

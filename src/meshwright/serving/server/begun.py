@@ -1,6 +1,7 @@
-"""The last batch that a worker has started, in shared memory: known even of a worker that was killed.
+"""The number of the batch that each worker started last, in a file in shared memory, which outlives the worker.
 
-A batch that was sent to a worker but not started cannot be the cause of its end.
+After a worker has ended, the scheduler reads the number: a batch that the worker had received but not started cannot
+be the cause.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _PREFIX = "begun-"
 
 
 class Begun:
-    """The worker's side; the scheduler calls `take_begun`."""
+    """Records which batch a worker started last; the scheduler reads it by `take_begun`."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         path = _path(folder, pid)
@@ -25,12 +26,18 @@ class Begun:
             self._number = np.frombuffer(mmap.mmap(opened.fileno(), 0), np.int64)
 
     def note(self, number: int = _NONE) -> None:
-        """Record the number of the batch that starts; -1: no batch, because another scheduler starts again from 0."""
+        """Record the number of the batch that starts now.
+
+        -1 means no batch. It is recorded for each new scheduler, which numbers batches from 0 again.
+        """
         self._number[0] = number
 
 
 def take_begun(folder: Path, pid: int) -> int | None:
-    """Return and forget the batch that an ended worker started last; -1 if none, None if that is unknown."""
+    """Return the number of the batch that an ended worker started last, and remove its file.
+
+    -1: the worker has started no batch; None: the file is missing or damaged.
+    """
     path = _path(folder, pid)
     try:
         begun: int | None = int(np.frombuffer(path.read_bytes(), np.int64)[0])

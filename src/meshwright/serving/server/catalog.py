@@ -1,6 +1,6 @@
 """The models that a scheduler serves, by number; numbers are unique for the lifetime of the server.
 
-A model that is **leaving** gets no new requests, and stays until its requests are answered.
+A model that is **leaving** (being removed) gets no new requests, and stays until its requests are answered.
 """
 
 from __future__ import annotations
@@ -37,34 +37,37 @@ class Catalog:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of all models."""
+        """Numbers of all models, including leaving ones."""
         return list(self._served)
 
     @property
     def most_late_ns(self) -> int:
-        """Largest delay (ns) that is planned for.
+        """Upper limit (ns) of the measured delays that batches are planned with.
 
-        It is a quarter of the SLO minus the time of a batch of one, the least of all models.
+        A quarter of the difference between the SLO and the time of a batch of one, for the model with the least one.
         """
         return min(served.slo_ns - served.table[1] for served in self) // 4
 
     @property
     def pause_ns(self) -> int:
-        """How long (ns) the scheduler may pause without harm: a small part of the shortest batch of any model."""
+        """Time (ns) for which the scheduler may let messages wait: 1/200 of the shortest batch, at most 300 us."""
         return min(*(served.table[1] // _PAUSES_IN_BATCH for served in self), _MOST_PAUSE_NS)
 
     def change(self, come: Iterable[Served], leave: Iterable[int]) -> None:
-        """Add models, and let others leave."""
+        """Add the models ``come``, and mark the models with the numbers ``leave`` as leaving."""
         self.generation += 1
         self._served |= {one.number: one for one in come}
         self._leaving |= dict.fromkeys(leave, self.generation)
 
     def leavers(self, known: int) -> list[int]:
-        """Return leaving models of which all frontends know, if they know of generation ``known``."""
+        """Return the numbers of leaving models that frontends no longer use.
+
+        ``known`` is the lowest generation that any frontend has confirmed.
+        """
         return [number for number, generation in self._leaving.items() if generation <= known]
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Remove models that have left."""
+        """Remove leaving models whose requests have all been answered."""
         for number in numbers:
             del self._served[number], self._leaving[number]
         self.generation += 1
@@ -83,5 +86,5 @@ class Catalog:
         }
 
     def documents(self) -> list[dict[str, Any]]:
-        """Return the models' documents for frontends."""
+        """Return the description of each model for frontends (`Served.document`), with whether it is ``leaving``."""
         return [{**served.document(), "leaving": served.number in self._leaving} for served in self]

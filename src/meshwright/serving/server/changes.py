@@ -1,10 +1,13 @@
-"""Changes of models while a server serves: a change is made as a whole, or not at all.
+"""Add, reload and remove models while a server runs. A change takes effect as a whole, or not at all.
 
-One worker first loads the new models, besides computing batches: should this end the process, the others continue.
-Then all others load them, and when all have, the scheduler takes the models into its policy's pool and notifies
-frontends. Models to remove get no new requests from then on, and are forgotten when all their requests are answered.
-So a model that is reloaded serves by its former version until the new one can take over, and if that cannot be loaded,
-nothing has changed.
+1. One worker loads the new models while it continues to compute batches. If loading ends its process, the other
+   workers are not affected.
+2. Then the other workers load them. When all have, the scheduler adds the models to its policy's pool and notifies
+   the frontends.
+3. From then on, models to remove get no new requests. They are forgotten when all their requests are answered.
+
+A model that is reloaded is therefore served in its former version until all workers have the new one. If the new
+version cannot be loaded, nothing changes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from meshwright.spec import ServingError
 
 
 class Changes:
-    """What workers are to load and to forget; one change at a time."""
+    """Carries out one change of models at a time: orders workers to load and forget models, and handles replies."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -34,9 +37,10 @@ class Changes:
         self._is_tried = False
 
     def order(self, document: dict[str, Any], workers: Iterable[WorkerPeer]) -> None:
-        """Start the change that a supervisor orders: models to ``load``, and numbers of models that ``leave``.
+        """Start or abort a change, as the supervisor's ``document`` orders.
 
-        Or abort it, with the reason: ``give_up``.
+        To start: its number ``change``, the models to ``load``, and the numbers of models that ``leave``. To abort: its
+        number ``change``, and the reason ``give_up``.
         """
         if "give_up" in document:
             self._give_up(document, workers)
@@ -49,7 +53,7 @@ class Changes:
             self.equip(worker)
 
     def equip(self, worker: WorkerPeer) -> None:
-        """Ask a worker to load what it lacks, and to forget models that are no longer needed."""
+        """Order a worker to load the models that it lacks, and to forget those that are no longer needed."""
         self._first = self._first or worker
         coming = self._coming if self._is_tried or worker is self._first else {}
         needed = {one.number: one for one in self._catalog} | coming
@@ -61,7 +65,7 @@ class Changes:
             _ask(worker, missing, extra)
 
     def learn(self, worker: WorkerPeer, document: dict[str, Any]) -> None:
-        """Handle a worker's report that it has loaded a model, or failed to."""
+        """Handle a worker's report that it has loaded a model, or that loading has failed."""
         number = document["number"]
         worker.loading.discard(number)
         text = document.get("error")
@@ -82,10 +86,13 @@ class Changes:
             self.equip(worker)  # the change was given up meanwhile
 
     def lose(self, worker: WorkerPeer) -> None:
-        """Handle the end of a worker; the first load of new models may be the cause."""
+        """Handle the end of a worker: the change fails if the worker was loading the new models first."""
         if worker is self._first and not self._is_tried and self._coming:
             names = ", ".join(served.name for served in self._coming.values())
-            self._error = f"The first worker that loaded {names} ended. Try again if that had another cause."
+            self._error = (
+                f"The worker that was the first to load {names} has ended, so nothing was changed. Try again if the "
+                "worker ended for another reason."
+            )
 
     def _give_up(self, document: dict[str, Any], workers: Iterable[WorkerPeer]) -> None:
         if document["change"] != self._asked:
@@ -98,7 +105,10 @@ class Changes:
                 report("broken", worker=worker.device, pid=worker.pid, text=document["give_up"])
 
     def step(self, workers: Iterable[WorkerPeer], rebuild: Callable[[], None]) -> None:
-        """Complete the change if all workers have the new models; give it up if one failed."""
+        """Complete the change if all workers have the new models; give it up if one of them could not load them.
+
+        ``rebuild`` restarts the policy with the changed models.
+        """
         if self._asked is None:
             return
         workers = list(workers)
@@ -123,7 +133,11 @@ class Changes:
     def clear_out(
         self, known: int, is_needed: Callable[[int], bool], workers: Iterable[WorkerPeer], rebuild: Callable[[], None]
     ) -> list[int]:
-        """Forget leaving models that no frontend uses any more and that have no unanswered requests; return them."""
+        """Forget leaving models that no frontend uses any more and that have no unanswered requests.
+
+        ``known`` is the lowest generation that any frontend has confirmed; ``is_needed`` returns whether a model has
+        unanswered requests. Returns the numbers of the forgotten models.
+        """
         gone = [number for number in self._catalog.leavers(known) if not is_needed(number)]
         if gone:
             self._catalog.forget(gone)

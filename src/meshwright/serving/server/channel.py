@@ -1,8 +1,8 @@
 """Messages between the processes of a server: arrays of int64, or documents, over local sockets.
 
 A message is one array whose first cell is its kind (`Kind`); the kernel preserves the order and the boundaries of
-messages (SOCK_SEQPACKET). Sending never blocks: messages that the other side has no room for are kept in order and sent
-by `flush`. When the other side has gone, the stream ends.
+messages (SOCK_SEQPACKET). Sending never blocks: messages that do not fit into the socket's buffer are kept in order,
+and `flush` sends them later. If the process at the other end has ended, `Closed` is raised.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ _AT_ONCE = 64
 
 
 class Kind(enum.IntEnum):
-    """The kind of a message, with the cells that follow.
+    """The kind of a message, which is its first cell, and the cells that follow it. Times are in ns.
 
-    TEXT    1 if more of it follows; then bytes of JSON
-    SUBMIT  rows of (model, slot, deadline): requests of a frontend; slots include a level (`policies.ordering`)
-    CANCEL  rows of (model, slot, deadline): requests whose clients have gone
-    ANSWER  model, outcome (`Fate`), end of their batch (ns; 0 without one), slots: outcome of requests
-    RUN     batch, model, expected ns, count, requests, deadlines: compute this batch
-    RAN     batch, begin, end, failed, requests that were not computed or failed, as places in the batch
-    LATE    a list of ns: how long after the end of each batch a frontend had answered it
+    TEXT    1 if the document continues in the next message, else 0; then bytes of JSON
+    SUBMIT  rows of (model, slot, deadline): new requests of a frontend; slots include a level (`policies.ordering`)
+    CANCEL  rows of (model, slot, deadline): requests whose clients have disconnected
+    ANSWER  model, outcome (`Fate`), end of the batch (0: no batch), slots of the requests with this outcome
+    RUN     number of the batch, model, expected time, count, requests, deadlines: a batch for a worker to compute
+    RAN     number of the batch, begin, end, number of requests that were not computed, indices in the batch of these
+            requests, indices of those that failed
+    LATE    samples of how long after the end of a batch a frontend had answered its requests
     """
 
     TEXT, SUBMIT, CANCEL, ANSWER, RUN, RAN, LATE = range(7)
 
 
 class Closed(Exception):  # noqa: N818 - it is not an error
-    """The other side has gone."""
+    """The process at the other end of the channel has closed it, or has ended."""
 
 
 class MessageChannel:
-    """One end of a connection."""
+    """One end of a connection between two processes of a server."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -65,11 +66,11 @@ class MessageChannel:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether messages are still to be sent (`flush`) once there is room."""
+        """Whether messages wait for room in the socket's buffer; `flush` sends them."""
         return bool(self._waiting)
 
     def send(self, cells: Ints) -> None:
-        """Send a message of at most `MOST_CELLS`. Raises Closed."""
+        """Send a message of at most `MOST_CELLS` cells, the first of which is its `Kind`. Raises Closed."""
         self._send(cells.tobytes())
 
     def send_text(self, document: Any) -> None:
@@ -80,12 +81,12 @@ class MessageChannel:
             self._send(head + data[place : place + room])
 
     def flush(self) -> None:
-        """Send waiting messages while there is room. Raises Closed."""
+        """Send waiting messages, as far as there is room in the socket's buffer. Raises Closed."""
         while self._waiting and self._try(self._waiting[0]):
             self._waiting.popleft()
 
     def receive(self) -> Iterator[tuple[int, Any]]:
-        """Yield received messages, a limited number of them: kind and cells after it, or document. Raises Closed."""
+        """Yield up to 64 received messages: (kind, cells after the kind), or (`Kind.TEXT`, document). Raises Closed."""
         for _ in range(_AT_ONCE):
             try:
                 size = self.socket.recv_into(self._room)
@@ -151,5 +152,7 @@ def connect(path: Path) -> MessageChannel | None:
 
 def _socket() -> socket.socket:
     if not hasattr(socket, "AF_UNIX"):
-        raise ServingError("A server's processes need local sockets that this system does not have. Serve on Linux.")
+        raise ServingError(
+            "A server's processes need Unix domain sockets, which this system does not have. Serve on Linux."
+        )
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

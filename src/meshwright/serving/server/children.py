@@ -1,7 +1,7 @@
 """A child process of the supervisor: start it, read its reports, and wait for its end.
 
-Reports arrive through a separate pipe (`reports`). Standard output has what a model prints: it is redirected to
-standard error and never interpreted.
+Reports arrive through a separate pipe (`reports`). The child's standard output contains what its model prints; it is
+redirected to standard error and never interpreted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _STANDARD_ERROR = 2
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A process by name; ``wanted`` is set while it should be restarted after its end.
+    """A child process of the supervisor, by name, through all its restarts.
 
-    ``error`` is its last error message, and ``is_released`` whether it was asked to end.
+    ``wanted`` is set while the process should be restarted after its end. ``starts`` is the number of starts,
+    ``error`` the last error that it has reported, and ``is_released`` whether it was asked to end.
     """
 
     name: str
@@ -41,7 +42,10 @@ class Child:
     reports: asyncio.StreamReader | None = None
 
     async def start(self, arguments: list[str]) -> asyncio.subprocess.Process:
-        """Start it; call `listen` next. Raises OSError if the system cannot start a process."""
+        """Start the process; call `listen` next. Raises OSError if the system cannot start a process.
+
+        ``arguments``: a module of this package, and the arguments of its ``main``.
+        """
         reading, writing = os.pipe()
         self.reports = asyncio.StreamReader(limit=_LONGEST_LINE)
         transport = None
@@ -68,7 +72,7 @@ class Child:
         return self.process
 
     async def listen(self, process: asyncio.subprocess.Process, heed: Callable[[dict[str, Any]], None]) -> None:
-        """Pass its reports to ``heed`` until it has ended."""
+        """Pass the reports of the process to ``heed`` until it has ended."""
         hearing = asyncio.create_task(self._hear(heed))
         ending = asyncio.create_task(process.wait())
         while process.returncode is None and not ending.done():

@@ -1,7 +1,7 @@
 """Collect a timeline of a server: its processes record for a while, then their records are read.
 
-When asked, each process writes a file into the server's folder, in shared memory; one that has ended, or is computing a
-long batch, is left out, and the timeline says so.
+At the end, each process writes its records to a file in the server's folder, in shared memory. A process that has
+ended, or that does not write its file in time because of a long batch, is left out, and the timeline says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATIENCE_S, _LOOK_S = 5.0, 0.02
 
 
 class Busy(Exception):  # noqa: N818 - it is an answer
-    """Another timeline is being recorded, for another ``seconds``."""
+    """Another timeline is being recorded; its recording ends in about ``seconds``, at least 1."""
 
     def __init__(self, seconds: int) -> None:
         super().__init__()
@@ -46,7 +46,10 @@ class Collector:
         self._count = 0
 
     async def collect(self, seconds: float) -> Iterator[bytes]:
-        """Record for some seconds from now on; return the trace in pieces. Raises Busy, Ending."""
+        """Record from now on for ``seconds``; return the timeline as JSON, in pieces.
+
+        Raises Busy while another timeline is being recorded, and Ending if the server is ending or has not started.
+        """
         if self._until is not None:
             raise Busy(max(math.ceil(self._until - time.monotonic()), 1))
         self._until = time.monotonic() + seconds

@@ -32,7 +32,7 @@ _CONTINUE, _CLOSE = b"HTTP/1.1 100 Continue\r\n\r\n", b"Connection: close\r\n"
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection."""
+    """One client's connection: it parses requests, passes them to `Paths`, and sends answers in their order."""
 
     __slots__ = (
         *("_begun_ns", "_body", "_came", "_front", "_group", "_has_begun", "_header_bytes", "_headers", "_heads"),
@@ -82,7 +82,9 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         elif self._server.is_full:
             most = self._server.limits.connections
-            self._end_early(Refusal(503, f"There are {most} connections already, the most that are allowed.", RETRY))
+            self._end_early(
+                Refusal(503, f"The server has {most} connections already, its limit. Try again later.", RETRY)
+            )
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Handle the end of the connection."""
@@ -146,11 +148,11 @@ class Connection(asyncio.Protocol):
         self._left = None
 
     def on_url(self, url: bytes) -> None:
-        """Take the target of the request, or a part of it."""
+        """Store the URL of the request, or append a part of it."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header of the request, or ignore a trailer after its body."""
+        """Store a header of the request if it is one of `WANTED`; ignore trailers, which follow the body."""
         self._header_bytes += len(name) + len(value) + 4
         if (name := name.lower()) in WANTED and self._left is None:
             before = self._headers.get(name)
@@ -161,7 +163,7 @@ class Connection(asyncio.Protocol):
             self._headers[name] = value
 
     def on_headers_complete(self) -> None:
-        """Refuse the request if its headers are sufficient reason, once they are complete."""
+        """Check the complete headers; refuse a request that is too large, or uses what is not supported."""
         self._quiet = self._left = 0
         headers = self._headers
         if self._header_bytes + len(self._url) > self._most_header:
@@ -176,16 +178,16 @@ class Connection(asyncio.Protocol):
         if b"host" not in headers and self._parser.get_http_version() == "1.1":
             self._refuse(400, "The request has no Host header; expected one, as HTTP/1.1 demands.")
         if self._parser.should_upgrade() and (self._left or b"transfer-encoding" in headers):
-            self._refuse(400, "The request has a body and asks for another protocol; expected HTTP/1.1 alone.")
+            self._refuse(400, "The request has a body and asks to switch to another protocol; expected HTTP/1.1.")
         expected = headers.get(b"expect")
         if expected is not None and self._parser.get_http_version() != "1.0":
             if expected.strip().lower() != b"100-continue":
-                self._refuse(417, "The request's Expect is unknown; expected 100-continue, or none.")
+                self._refuse(417, "The request's Expect header is unknown; expected 100-continue, or no such header.")
             self._owes_continue = True
             self._continue()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body; nearly always all of it."""
+        """Store the body of the request, or append a part of it."""
         self._quiet, self._owes_continue = 0, False
         self._size += len(body)
         if self._size > self._most_body:
@@ -227,7 +229,7 @@ class Connection(asyncio.Protocol):
     # --- answers ------------------------------------------------------------------------------
 
     def settle(self, exchange: HttpExchange) -> None:
-        """Send an answer as soon as those before it have been sent."""
+        """Send the answer of an exchange, once the answers of all earlier requests have been sent."""
         waiting = self._waiting
         if not waiting or waiting[0] is not exchange:
             return
@@ -284,7 +286,7 @@ class Connection(asyncio.Protocol):
         elif self._has_begun:
             if now_ns - self._begun_ns > server.receive_ns:
                 self._end_early(
-                    Refusal(408, f"The request has not come within {server.limits.receive:g} s; send it at once.")
+                    Refusal(408, f"The request has not arrived within {server.limits.receive:g} s; send it faster.")
                 )
         elif not self._waiting and waited_ns > server.idle_ns:
             self._close()
@@ -328,7 +330,7 @@ class Connection(asyncio.Protocol):
         else:
             if self._quiet > self._most_header and not self._is_over:
                 self._end_early(
-                    Refusal(431, f"Headers, trailers or what precedes them are longer than {self._most_header} bytes.")
+                    Refusal(431, f"The headers or trailers are longer than {self._most_header} bytes; send less.")
                 )
 
     def _stop_at(self, error: httptools.HttpParserError) -> None:

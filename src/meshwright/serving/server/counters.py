@@ -13,7 +13,10 @@ NUM_BUCKETS = 4 * _MOST_BITS
 
 
 class Counts:
-    """Answers of one model, or of all requests without a model: plain numbers that can be read at any time."""
+    """Counts of the answers of one model, or of all requests that named no served model.
+
+    ``statuses`` counts answers by HTTP status. ``buckets`` and ``latency_ns`` (the sum) are of answers with outputs.
+    """
 
     __slots__ = ("buckets", "latency_ns", "statuses")
 
@@ -28,14 +31,18 @@ class Counts:
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
     def note_done(self, latency_ns: int) -> None:
-        """Count an answer of status 200 with outputs."""
+        """Count an answer of status 200 with outputs, and its latency (ns)."""
         self.statuses[200] = self.statuses.get(200, 0) + 1
         self.buckets[bucket_of(latency_ns)] += 1
         self.latency_ns += latency_ns
 
 
 class FrontCounts:
-    """Counts of a frontend: `Counts` of each model by name and of requests without a model; connections."""
+    """Counts of a frontend.
+
+    ``models``: answers by model; ``others``: answers to requests that named no served model. ``connections``: open
+    client connections; ``accepted`` and ``refused``: all so far. ``cancelled``: requests whose clients disconnected.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, Counts] = {}
@@ -46,12 +53,12 @@ class FrontCounts:
         self.cancelled = 0
 
     def of(self, name: str) -> Counts:
-        """Return the counts of a model, all its versions together; zeros for a new one."""
+        """Return the counts of a model, all its versions together; zeros for a new model."""
         return self.models.setdefault(name, Counts())
 
 
 def bucket_of(latency_ns: int) -> int:
-    """Return the bucket of a latency."""
+    """Return the number of the bucket that counts a latency (ns)."""
     bits = latency_ns.bit_length()
     if bits < 3:
         return 0

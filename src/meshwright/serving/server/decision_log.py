@@ -1,8 +1,9 @@
-"""The log of a scheduler's decisions as a file: its header, and how write errors are handled.
+"""The log file of a scheduler's decisions: its format, and how write errors are handled.
 
-A log starts with a line of JSON: its kind, the policy, and the arguments with which its pool was allocated. Each call
-of `Live.take` adds the numbers of events, decisions and chosen requests, followed by these. `ANEW` in place of these
-numbers means that another such line follows.
+A log starts with a header, a line of JSON: kind of file, policy, and the arguments with which the policy's pool was
+allocated. Each call of `Live.take` appends int64 numbers: the counts of events, decisions and chosen requests, then
+the events, the decisions and the requests. `ANEW` in place of the three counts means that another header follows,
+because the policy was restarted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BEGIN = b'{"kind": "meshwright/decisions/'
 
 
 class DecisionWriter(Protocol):
-    """Destination of the decisions."""
+    """A destination of logged decisions, such as a file."""
 
     def write(self, data: bytes, /) -> object:
         """Write bytes."""
@@ -33,7 +34,7 @@ class DecisionWriter(Protocol):
 
 
 class LogFile:
-    """A log in a file. A write error is reported once, and ends the log."""
+    """A decision log in a file. The first write error is reported, and ends the log; the server continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,7 +74,7 @@ class LogFile:
 
 
 def check_log(path: Path) -> None:
-    """Raise ServingError unless a log can be written to a file, which must be new, or a log already."""
+    """Raise ServingError unless a log can be written to ``path``: a new file, or one that is a log already."""
     if path.is_dir() or not path.parent.is_dir():
         why = "is a folder" if path.is_dir() else f"is in {str(path.parent)!r}, which is not a folder"
         raise ServingError(f"The log {str(path)!r} {why}. Give the name of a file in an existing folder.")
@@ -92,6 +93,4 @@ def check_log(path: Path) -> None:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise ServingError(
-            f"The log {str(path)!r} cannot be written: {error.strerror}. Choose another place for it."
-        ) from None
+        raise ServingError(f"The log {str(path)!r} cannot be written: {error.strerror}. Choose another file.") from None

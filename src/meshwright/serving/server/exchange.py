@@ -28,14 +28,14 @@ _MOST_DIGITS = 15
 
 
 class Asker(Protocol):
-    """The sender of a request, as its answer needs it."""
+    """The connection that a request came from, to which its answer is sent."""
 
     def settle(self, exchange: HttpExchange) -> None:
         """Send the answer of an exchange."""
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer
-    """An error answer to a request, with an HTTP status; ``fields`` are header lines."""
+    """An error answer to a request, with an HTTP status; ``fields`` are further header lines."""
 
     def __init__(self, status: int, sentence: str, fields: bytes = b"") -> None:
         super().__init__(sentence)
@@ -43,7 +43,11 @@ class Refusal(Exception):  # noqa: N818 - it is an answer
 
 
 class InboundRequest:
-    """A request of any protocol, as a frontend sees it: when it started to arrive, and what it was parsed to."""
+    """A request of any protocol, as a frontend handles it; each attribute is None until it is known.
+
+    ``begun_ns``: when it started to arrive (`time.monotonic_ns`). ``served``: its model. ``asked``: its parsed content.
+    ``ticket``: its entry at the gate, while the scheduler has it. ``trace``: its W3C trace context.
+    """
 
     asked: ParsedRequest | None = None
     served: FrontendModel | None = None
@@ -53,7 +57,7 @@ class InboundRequest:
 
 
 class HttpExchange(InboundRequest):
-    """A request over HTTP, and its answer once available."""
+    """A request over HTTP, and its answer once it is known."""
 
     # Defaults for most requests: whether the connection is closed after the answer, and whether that has been sent;
     # header lines that do not depend on the answer; the memory (about bytes) that the request occupies meanwhile.
@@ -86,7 +90,7 @@ def check_method(exchange: HttpExchange, allowed: bytes) -> None:
 
 
 def read_integer(name: str, text: bytes, least: int = 0) -> int:
-    """Return the integer value of a header. Raises BadRequest."""
+    """Return the value ``text`` of the header ``name`` as an integer. Raises BadRequest if it is below ``least``."""
     digits = text.strip()
     if not (digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) >= least):
         raise BadRequest(f"{name} is {show(text)!r}; expected an integer, at least {least}.")
@@ -94,5 +98,5 @@ def read_integer(name: str, text: bytes, least: int = 0) -> int:
 
 
 def show(text: bytes) -> str:
-    """Return the first characters of received bytes, for a message."""
+    """Return the first characters of received bytes, for an error message."""
     return text[:SHOWN].decode("latin-1")

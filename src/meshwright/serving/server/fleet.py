@@ -1,8 +1,8 @@
-"""The workers of a server that scales with the load: which are started, and which are released.
+"""Start and release workers of a server that scales with the load.
 
-The scaler decides how many are wanted (`policies.autoscaling`), as in the simulator. A worker that is released gets no
-more batches, finishes its current ones, and then its process ends. The supervisor starts and ends processes (`hire`,
-`release` in reports); it restarts a failed one, whatever is wanted.
+The scaler decides how many workers are wanted (`policies.autoscaling`), as in the simulator. A worker that is released
+gets no more batches, finishes its current ones, and then its process ends. The scheduler reports `hire` and `release`,
+and the supervisor starts and ends the processes. The supervisor restarts a failed worker even if fewer are wanted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _NS = 1e9
 
 
 class DeviceFleet:
-    """Devices by number: ``hired`` should be up, or are starting; ``draining`` finish their batches.
+    """The devices of a server, by number, each with one worker.
 
-    ``wanted`` is how many should be hired (`step`).
+    The workers of ``hired`` devices are up or starting. Those of ``draining`` devices finish their last batches.
+    ``wanted`` is the number of devices that should be hired; `step` changes ``hired`` accordingly.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -43,7 +44,7 @@ class DeviceFleet:
 
     @property
     def every_ns(self) -> int:
-        """Time (ns) between two decisions."""
+        """Time (ns) between two decisions on the number of devices."""
         assert self.scaling is not None
         return round(self.scaling.every * _NS)
 
@@ -61,7 +62,7 @@ class DeviceFleet:
         }
 
     def meet(self, device: int) -> None:
-        """Handle a new worker, perhaps one that an earlier scheduler had hired."""
+        """Handle the connection of a worker, which an earlier scheduler may have hired."""
         # One that was released while it started may still connect; it ends then.
         if device not in self.draining | self._released | self.hired:
             self.hired.add(device)
@@ -69,7 +70,11 @@ class DeviceFleet:
             report("hire", device=device)
 
     def step(self, usable: Collection[int], pool: Ints) -> int | None:
-        """Hire missing devices, or release a surplus one; return the device to drain, if any."""
+        """Hire all missing devices, or release one surplus device.
+
+        ``usable`` are the devices whose workers can run batches. Returns the released device if its worker first has
+        to finish its batches (`drained`), otherwise None.
+        """
         lacking = self.wanted - len(self.hired)
         if lacking > 0:
             others = [device for device in range(self._num_devices) if device not in self.hired]

@@ -1,11 +1,11 @@
-"""The answers of a frontend, common to both protocols: `paths` provides them over HTTP, `rpc` over gRPC.
+"""How a frontend answers requests, the same for both protocols: `paths` for HTTP, `rpc` for gRPC.
 
-A request's deadline is the moment at which it started to arrive plus its timeout: the parameter ``timeout``
-(microseconds) or the header ``X-Request-Timeout-Ms`` (milliseconds), the shorter of both; without either, the model's
-SLO. More than ``Server.longest_deadline`` is refused.
+A request's deadline is the moment at which it started to arrive plus its timeout. The timeout is the parameter
+``timeout`` (microseconds) or the header ``X-Request-Timeout-Ms`` (milliseconds), the shorter of both; without either,
+it is the model's SLO. A timeout of more than ``Server.longest_deadline`` is refused.
 
-If not all requests of a model can be answered, those with a lower ``priority`` are: 1 is the most important, and 7 or
-more the least; 0, or no priority, is the same as 4.
+If not all requests of a model can be answered in time, those with a lower number as ``priority`` are preferred: 1 is
+the most important priority, 7 or more the least important; 0, or no priority, is the same as 4.
 
 A request with a valid ``traceparent`` (W3C) gets its own span, returned in ``traceresponse`` (`trace_context`). With a
 token, all paths except health require ``Authorization: Bearer TOKEN``.
@@ -38,7 +38,7 @@ _FATES = {
     Fate.SACRIFICED: "The request was dropped, so that others are answered in time. Try again later.",
     Fate.CANCELLED: "The request was cancelled.",
     Fate.LOST: "A process that the request waited for was restarted. Try again.",
-    Fate.FORGOTTEN: "Nothing was decided about the request, long after its deadline. Try again later.",
+    Fate.FORGOTTEN: "The request got no answer until long after its deadline. Try again later.",
     Fate.FAILED: "The model failed on this request.",
 }
 _DONE = Fate.DONE
@@ -52,13 +52,13 @@ _Call = TypeVar("_Call", bound=InboundRequest)
 
 
 class FrontendModel:
-    """A model as a frontend serves it."""
+    """A model as a frontend serves it: facts from the scheduler, counts of answers, and the codec of its tensors."""
 
     def __init__(self, model: ModelFacts, counts: Counts) -> None:
         self.model, self.counts, self.codec = model, counts, Codec(model)
 
     def metadata(self) -> dict[str, Any]:
-        """Return a model's metadata as in the protocol."""
+        """Return the model's metadata in the form of the Open Inference Protocol."""
         model = self.model
         tensors = {
             name: [
@@ -70,9 +70,9 @@ class FrontendModel:
 
 
 class Frontend:
-    """The answers of a frontend to both protocols, and its metrics (``counts``).
+    """Answers the requests of both protocols in one frontend process, and counts its answers (``counts``).
 
-    With ``is_draining`` it reports that it is not ready.
+    While ``is_draining`` is set, the frontend is ending, and reports that it is not ready.
     """
 
     def __init__(self, gate: Gate, server: Server, token: str | None = None) -> None:
@@ -88,7 +88,10 @@ class Frontend:
     # --- inference ----------------------------------------------------------------------------
 
     def timeout_ns(self, asked: ParsedRequest, milliseconds: bytes | None) -> int:
-        """Return a request's own time limit (ns), by its parameter, by X-Request-Timeout-Ms, or both."""
+        """Return the timeout (ns) of a request that has the parameter ``timeout``, X-Request-Timeout-Ms, or both.
+
+        Raises Refusal if the timeout is longer than the server allows, and BadRequest for an invalid header.
+        """
         limits = [] if asked.timeout_us is None else [asked.timeout_us * 1000]
         if milliseconds is not None:
             limits.append(read_integer("X-Request-Timeout-Ms", milliseconds, least=1) * 1_000_000)
@@ -107,9 +110,10 @@ class Frontend:
         deadline_ns: int,
         reply: Callable[[Ticket], None],
     ) -> None:
-        """Put a request into slots, and submit it; ``reply`` is called with the outcome, and then calls `conclude`.
+        """Write a request's tensors into slots of shared memory, and submit the request to the scheduler.
 
-        Raises Refusal if the server is not ready, or has no memory for it.
+        ``deadline_ns`` is a time of `time.monotonic_ns`. ``reply`` is called with the outcome, and has to call
+        `conclude`. Raises Refusal if the server is not ready, or has no memory for the request.
         """
         gate, model = self.gate, served.model
         if not gate.is_ready:
@@ -130,7 +134,11 @@ class Frontend:
     def conclude(
         self, call: _Call, ticket: Ticket, answer: Callable[[_Call, FrontendModel, ParsedRequest, list[int]], None]
     ) -> None:
-        """Make the answer of a request from its slots after the scheduler's outcome, or raise Refusal."""
+        """Finish a request whose outcome is known, and free its slots.
+
+        If the request was computed, ``answer`` is called with its slots, which contain the outputs. Raises Refusal for
+        any other outcome.
+        """
         # The ticket refers to the call, and so to the request: break the cycle.
         call.ticket = None
         served, asked, fate = call.served, call.asked, ticket.fate
@@ -150,7 +158,7 @@ class Frontend:
                 self.recording.rows_of_request(call, ticket, status, _now_ns())
 
     def refusal_of(self, error: Exception) -> Refusal:
-        """Return the answer for an error; unexpected ones are logged."""
+        """Return the error answer for an exception; unexpected exceptions are logged."""
         if isinstance(error, Refusal):
             return error
         if isinstance(error, BadRequest):
@@ -161,7 +169,7 @@ class Frontend:
         return Refusal(500, "The server failed on this request; its log says why.")
 
     def note(self, call: InboundRequest, status: int) -> None:
-        """Count an answer without outputs."""
+        """Count an answer without outputs, such as an error."""
         counts = self.counts.others if call.served is None else call.served.counts
         counts.note(status)
         if self.recording is not None and call.asked is None:
@@ -179,11 +187,11 @@ class Frontend:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be answered, and further ones will be."""
+        """Whether requests can be answered, and the frontend is not ending."""
         return self.gate.is_ready and not self.is_draining
 
     def served(self) -> dict[str, FrontendModel]:
-        """Return the models by name, as the gate has them."""
+        """Return the models that are served now, by name."""
         known = self.gate.models
         if known is not self._known:
             same = {served.model: served for served in self._served.values()}
@@ -195,7 +203,10 @@ class Frontend:
         return self._served
 
     def find(self, name: str, number: str | None) -> FrontendModel:
-        """Return a model by name and version, None for the only one. Raises Refusal."""
+        """Return a model by name and version ``number``; None stands for its only version.
+
+        Raises Refusal if there is no such model or version.
+        """
         served = self.served().get(name)
         if served is None:
             if not self.gate.is_ready:
@@ -208,11 +219,14 @@ class Frontend:
         return served
 
     def metadata(self) -> dict[str, Any]:
-        """Return the server's metadata as in the protocol."""
+        """Return the server's metadata in the form of the Open Inference Protocol."""
         return {"name": "meshwright", "version": version("meshwright"), "extensions": _EXTENSIONS}
 
     def index(self, only_ready: bool) -> list[dict[str, str]]:
-        """Return the list of models in Triton's form."""
+        """Return the list of models in the form of Triton's repository index.
+
+        With ``only_ready``, the list is empty while the server is not ready.
+        """
         is_ready = self.is_ready
         state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "the server is not ready")
         return [
@@ -222,6 +236,6 @@ class Frontend:
         ]
 
     def check_token(self, given: bytes) -> None:
-        """Raise Refusal unless this is ``Bearer`` and the token, or no token is required."""
+        """Raise Refusal if the server has a token, and the header ``given`` is not ``Bearer TOKEN``."""
         if self._token is not None and not is_bearer(given, self._token):
-            raise Refusal(401, "The request has no token that is valid here; expected Authorization: Bearer TOKEN.")
+            raise Refusal(401, "The request has no valid token; expected the header Authorization: Bearer TOKEN.")

@@ -1,6 +1,6 @@
 """The process of a frontend: it reads requests from the network, and answers them.
 
-Run as ``python -m meshwright.serving.server.front_process FOLDER [TOKEN-FILE]``, where ``FOLDER`` has the deployment.
+Run as ``python -m meshwright.serving.server.front_process FOLDER [TOKEN-FILE]``; ``FOLDER`` contains deployment.json.
 Ends when its standard input ends, or, after all requests under way have been answered, on SIGTERM.
 """
 
@@ -37,7 +37,10 @@ _OTHER_FILES = 1024
 
 
 async def serve(folder: Path, token: str | None) -> None:
-    """Answer requests until SIGTERM."""
+    """Answer requests until SIGTERM; ``folder`` contains deployment.json, and requests must carry ``token``, if given.
+
+    Raises ServingError if the process cannot listen at the server's ports.
+    """
     settings = read_deployment(folder / "deployment.json").server
     settings = _open_enough(settings)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -51,7 +54,7 @@ async def serve(folder: Path, token: str | None) -> None:
     except (OSError, RuntimeError) as error:
         raise ServingError(
             f"A frontend cannot listen at {settings.host}, ports {settings.port} and {settings.grpc_port}: {error}. "
-            "Give another host, as an address, or other ports."
+            "Give another host, as an IP address, or other ports."
         ) from None
     orders, recorder = Orders(), RecordingControl(lambda: [gate, http.front])
     loop.add_reader(sys.stdin, lambda: recorder.obey(orders.read()))
@@ -103,7 +106,7 @@ def _facts(counts: Counts) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until standard input ends, or SIGTERM."""
+    """Run a frontend until its standard input ends or SIGTERM arrives; ``arguments``: FOLDER [TOKEN-FILE]."""
     with reporting_errors():
         token = read_token(Path(arguments[1])) if arguments[1:] else None
         uvloop.run(serve(Path(arguments[0]), token))

@@ -1,12 +1,12 @@
 """The gate of a frontend: it passes requests to the scheduler and receives their outcomes.
 
-A frontend reserves slots for a request's samples (`Gate.reserve`), writes its tensors into the model's slab, and
-submits it with a deadline (`Gate.submit`); a request of several samples is answered when all of them are. ``reply`` is
-then called with the outcome (`Fate`). The slots belong to the frontend until it returns them (`Gate.release`). Requests
-and cancellations of one turn of the event loop are sent in one message.
+For each request, a frontend reserves one slot of shared memory per sample (`Gate.reserve`), writes the tensors into the
+model's slab, and submits the request with a deadline (`Gate.submit`). When the outcomes of all its samples are known,
+``reply`` is called with the outcome (`Fate`). The slots stay reserved until the frontend frees them (`Gate.release`).
+Requests and cancellations of one turn of the event loop are sent in one message.
 
-A gate connects to the scheduler, and reconnects after the scheduler was restarted; requests under way then are `LOST`.
-Slabs are made for each connection, so that a worker of an earlier time cannot write to slots in use.
+A gate connects to the scheduler, and reconnects after the scheduler was restarted; requests that were under way get the
+outcome `LOST`. Slabs are made for each connection, so that a worker that uses older slabs cannot write to slots in use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ _GROWTH_BYTES = 2**16
 
 
 class Fate(enum.IntEnum):
-    """The outcome of a request. Those up to ``CANCELLED`` are reasons of a policy for dropping it."""
+    """The outcome of a request. Up to ``CANCELLED``, they are a policy's reasons for dropping the request.
+
+    LATE: its deadline cannot be met. FULL: the queue is full. CROWDED: the work ahead takes too long. SACRIFICED:
+    dropped in favour of others. CANCELLED: its client disconnected. DONE: computed. FAILED: the model raised an
+    exception. LOST: a process was restarted. FORGOTTEN: no outcome was known until long after the deadline.
+    """
 
     LATE, FULL, CROWDED, SACRIFICED, CANCELLED = LATE, FULL, CROWDED, SACRIFICED, CANCELLED
     DONE = 16
@@ -54,7 +59,10 @@ _DONE = Fate.DONE
 
 
 class ModelFacts:
-    """A model as a frontend knows it: name, inputs and outputs of one sample, and the slab of its tensors."""
+    """A model as a frontend sees it: name, inputs and outputs of one sample, and the slab with tensors of requests.
+
+    ``most`` is the largest batch. ``idle`` are the free slots that have memory; ``tickets`` are the requests by slot.
+    """
 
     def __init__(self, document: dict[str, Any], folder: Path, epoch: int, channel: int, tensor_bytes: int) -> None:
         self.number: int = document["number"]
@@ -74,7 +82,7 @@ class ModelFacts:
         self.tickets: list[Ticket | None] = []
 
     def grow(self, least: int) -> bool:
-        """Allocate memory for at least ``least`` more slots; return False if there is no room for them."""
+        """Allocate memory for at least ``least`` more slots; return False if there is not enough."""
         first, slots = len(self.tickets), len(self.slab)
         count = min(max(least, _GROWTH_BYTES // self.slab.slots.itemsize), slots - first)
         if count < least or not self.slab.allocate(first, count):
@@ -85,7 +93,10 @@ class ModelFacts:
 
 
 class Ticket:
-    """A request that is under way: its slots, its outcome, and the callback."""
+    """A request that is under way: its slots, its outcome ``fate``, and the callback ``reply``.
+
+    ``left`` is the number of its samples without an outcome. ``reply`` is None after the request was cancelled.
+    """
 
     __slots__ = ("deadline_ns", "fate", "left", "model", "reply", "slots")
 
@@ -118,7 +129,7 @@ class _Known:
 class Gate:
     """Passes requests to the scheduler and receives their outcomes.
 
-    ``models`` has the models by name, each in its newest version. ``changed`` is called when they have changed.
+    ``models`` has the models by name, each in its newest version. ``changed`` is called when the models have changed.
     """
 
     def __init__(self, folder: Path, tensor_bytes: int) -> None:
@@ -137,7 +148,7 @@ class Gate:
         self._known: deque[_Known] = deque()
 
     async def keep_connected(self) -> None:
-        """Connect to the scheduler, and reconnect whenever it has gone; never returns.
+        """Connect to the scheduler, and reconnect whenever the connection ends; never returns.
 
         Raises ServingError if the slabs of models cannot be made.
         """
@@ -160,7 +171,7 @@ class Gate:
             await asyncio.sleep(_AGAIN_S)
 
     def reserve(self, model: ModelFacts, count: int) -> list[int] | None:
-        """Return slots for ``count`` samples; None if there is no room for them."""
+        """Reserve and return slots for ``count`` samples; return None if there is no memory for them."""
         idle = model.idle
         if count == 1 and idle:
             return [idle.pop()]
@@ -178,9 +189,10 @@ class Gate:
         reply: Callable[[Ticket], None],
         level: int = 0,
     ) -> Ticket:
-        """Submit a request with a deadline of `time.monotonic_ns`; ``reply`` is called later, never before the return.
+        """Submit a request; ``reply`` is called with its outcome, never before this returns.
 
-        Requests of a lower ``level`` (`policies.ordering`) are more important.
+        ``deadline_ns`` is a time of `time.monotonic_ns`. Requests of a lower ``level`` (`policies.ordering`) are more
+        important.
         """
         ticket = Ticket(model, slots, deadline_ns, reply)
         tickets, number, submitted = model.tickets, model.number, self._submitted
@@ -192,15 +204,16 @@ class Gate:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request whose client has gone; ``reply`` is not called, and its slots are returned later."""
+        """Cancel a request whose client has disconnected: ``reply`` is not called, and its slots are freed later."""
         if ticket.reply is not None:
             ticket.reply = None
             self._withdraw(ticket)
 
     def give_up_forgotten(self, due_ns: int, place: int, step: int) -> None:
-        """Answer requests that were due by ``due_ns`` and still have no outcome; checks every ``step``-th model.
+        """Answer requests with deadlines up to ``due_ns`` that still have no outcome, as `FORGOTTEN`.
 
-        Their slots are returned only after the scheduler's answer, as a worker may still write to them.
+        One call checks every ``step``-th model, starting with number ``place``. The slots are freed only after the
+        scheduler's answer, as a worker may still write to them.
         """
         for model in list(self._by_number.values())[place::step]:
             if len(model.idle) == len(model.tickets):
@@ -213,7 +226,7 @@ class Gate:
                     reply(told)
 
     def release(self, ticket: Ticket) -> None:
-        """Return the slots of a request after its answer was read."""
+        """Free the slots of a request, after its outputs were read."""
         ticket.model.idle += ticket.slots
 
     def _withdraw(self, ticket: Ticket) -> None:

@@ -1,6 +1,6 @@
-"""Half-close connections of this process to one of its ports: the process sends no more, but still receives.
+"""Half-close the connections to a port of this process: the process sends no more data, but still receives.
 
-For a library that offers no such shutdown and hides its connections (gRPC: the last step of `rpc`).
+gRPC needs this at the end of `RpcServer.drain`: its library offers no such shutdown, and hides its connections.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _AT_ONCE = 256
 
 
 async def half_close(port: int) -> int:
-    """Half-close the connections whose clients' systems have received all data; return the number of the others.
+    """Half-close the connections to ``port`` whose clients have acknowledged all data; return how many have not.
 
-    Data still under way would be lost if the client sent something after the full close.
+    Unacknowledged data would be lost if the client sent something after the full close.
     """
     left = 0
     with contextlib.suppress(OSError):  # no further file can be opened

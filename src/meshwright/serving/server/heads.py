@@ -16,7 +16,7 @@ _NEVER = frozenset((b"transfer-encoding", b"expect", b"traceparent"))
 
 
 class RequestHead:
-    """The parsed head of a request; ``length`` is the length of its body."""
+    """The parsed head of a request; ``length`` is the length of its body in bytes."""
 
     __slots__ = ("headers", "length", "method", "url")
 
@@ -25,7 +25,7 @@ class RequestHead:
 
 
 class Heads(dict[bytes, RequestHead]):
-    """Cached heads by their bytes."""
+    """A cache of parsed request heads, by their bytes."""
 
     def learn(self, data: bytes, exchange: HttpExchange) -> None:
         """Cache the head of a request if ``data`` is exactly this request."""

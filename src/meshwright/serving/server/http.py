@@ -8,11 +8,12 @@ those that exceed a time limit, and checks a sixteenth of the models for forgott
     413   the body is longer than ``body_bytes``: by its Content-Length, or once too much has arrived
     408   the request has not arrived within ``receive`` seconds
     503   a request has no answer long after its deadline (``stuck``): its policy has forgotten it, or is blocked
-    503   there are ``connections`` already, or the bodies being received use all their memory
+    503   there are ``connections`` already, or the bodies being received use all the memory for bodies
 
-A connection that is idle for ``idle`` seconds, or whose client does not read its answers for that time, is closed. No
-further requests are read while answers are unread, or too many are pending, so that a client's memory in a frontend is
-bounded. The end of a client's stream counts as its departure: its pending requests are cancelled.
+The names are settings of the deployment (``[server]``). A connection that is idle for ``idle`` seconds, or whose client
+does not read its answers for that time, is closed. No further requests of a connection are read while its client does
+not read answers, or has too many pending requests; this bounds the memory per client. When a client closes its side of
+the connection, its pending requests are cancelled.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _FORGOTTEN = 2
 
 
 class HttpServer:
-    """Connections of a frontend, and their time limits; made by `serve_http`."""
+    """The HTTP connections of a frontend, and their limits; made by `serve_http`."""
 
     def __init__(self, front: Frontend, limits: Server) -> None:
         self.front, self.limits, self.paths = front, limits, Paths(front)
@@ -71,7 +72,10 @@ class HttpServer:
         self._tick()
 
     async def drain(self, grace_s: float) -> None:
-        """Accept no further connections or requests, answer pending ones, and close, at the latest after a time."""
+        """Accept no further connections or requests, answer pending requests, and close all connections.
+
+        Connections that are still open after ``grace_s`` seconds are aborted.
+        """
         self.front.is_draining = True
         if self._listener is not None:
             self._listener.close()
@@ -88,7 +92,10 @@ class HttpServer:
             self._timer.cancel()
 
     def join(self, connection: Connection) -> set[Connection] | None:
-        """Add a new connection; return its group, or None if there are far too many."""
+        """Add a new connection; return its group, or None if it has to be closed without an answer.
+
+        That is the case for connections that exceed the limit by more than 256.
+        """
         counts = self.front.counts
         counts.accepted += 1
         if counts.connections >= self.limits.connections:

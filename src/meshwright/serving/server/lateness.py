@@ -1,16 +1,18 @@
-"""Measured delays of this server, for which batches have to be planned.
+"""Measured delays of this server, which the policy allows for when it plans batches.
 
-    DELAY    the typical time between a decision and its start, of batches and of messages without one
-    SLACK    how long before a deadline a batch must end: the scheduler learns late what a worker has done, and so does
-             the frontend, which answers one request after the other. Frontends report how long after the end of their
-             batch answers were given, less what they were due after its first one; until some have been reported,
-             twice the delay at the scheduler is assumed
+    DELAY    median time from a decision to its start at the worker, of batches and of pings (messages without a batch)
+    SLACK    how long before the deadline of its first request a batch must end, so that its answers are in time
     GUARD    how much earlier than needed the policy asks to be woken, as timers fire late
 
-The slack is the 99.9th percentile of requests: those above it are answered late. (That of batches is larger, and costs
-more than it saves where batches are large: few of their requests are due with the first one.) The guard is the 99th
-percentile of timers, and a millisecond until some have fired; a batch that starts late loses a few of its requests.
-(Symphony has constants for them, 2.1 and 0.1 ms.)
+The slack has two causes: the scheduler learns of the end of a batch with a delay, and the frontend answers the requests
+of a batch one after the other. Frontends report how long after the end of its batch a request was answered, less the
+time by which its deadline is later than that of the batch's first request. The slack is the 99.9th percentile of these
+times; requests above it are answered late. Until 32 of them are known, it is twice the delay of the scheduler. (The
+percentile of whole batches is larger. With large batches it would cost more than it saves, as few of their requests are
+due with the first one.)
+
+The guard is the 99th percentile of the delays of timers, and at least a millisecond until 32 of them have fired. If a
+batch starts late, a few of its requests are lost. Symphony uses constants: 2.1 ms (slack) and 0.1 ms (guard).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class _Samples:
 
 
 class Lateness:
-    """Samples of delays; derived values are limited to ``most_ns``, so that deadlines can still be met."""
+    """Samples of delays (ns); values derived from them are limited to ``most_ns``, so that deadlines can be met."""
 
     def __init__(self, most_ns: int) -> None:
         self.begins, self.ends, self.timers = _Samples(), _Samples(), _Samples()
@@ -69,9 +71,10 @@ class Lateness:
         self.most_ns = most_ns
 
     def note(self, since: int, begin: int, end: int, now: int, expected_ns: int = 0) -> None:
-        """Record a batch that was decided, or followed another one, at ``since``; its end is known now.
+        """Record the delays of a batch, or of a ping if ``expected_ns`` is 0; all times are in ns.
 
-        Without ``expected_ns`` it is not a batch but a message and its reply.
+        ``since``: when the batch was decided, or the batch before it ended. ``begin`` and ``end``: as measured by the
+        worker. ``now``: when the scheduler learnt of the end. ``expected_ns``: the predicted time of the batch.
         """
         self.begins.add(begin - since)
         self.ends.add(now - end)
@@ -79,18 +82,22 @@ class Lateness:
             self.stretches.add((end - begin) * NOMINAL // expected_ns)
 
     def facts(self) -> dict[str, int]:
-        """Return further measurements: how late the scheduler learns of ends, and batches' stretch (per mille)."""
+        """Return medians for the server's status.
+
+        ``notice_ns``: delay after which the scheduler learns of the end of a batch; ``stretch``: measured over expected
+        time of batches, in units of 1 / `NOMINAL`.
+        """
         return {"notice_ns": self.ends.quantile(0.5), "stretch": self.stretches.quantile(0.5) or NOMINAL}
 
     @property
     def is_known(self) -> bool:
-        """Whether there are enough samples."""
+        """Whether at least 32 starts and 32 ends have been measured."""
         return min(self.begins.count, self.ends.count) >= _ENOUGH
 
     def known_better(self, deployment: Deployment, pool: Ints) -> Iterator[tuple[int, int]]:
-        """Yield (index in the pool, measured value) for each of delay, slack and guard whose value should change.
+        """Yield (index in the pool, measured ns) for each of delay, slack and guard that has to change in the pool.
 
-        These are the ones that the deployment does not set and whose measured value differs from the pool's.
+        A value has to change if the deployment does not set it, and the measured value differs from the pool's.
         """
         for given, number, measured in (
             (deployment.delay, DELAY, self.delay_ns()),
@@ -101,7 +108,7 @@ class Lateness:
                 yield number, measured
 
     def delay_ns(self) -> int:
-        """Return the measured delay (ns) between a decision and its start."""
+        """Return the median delay (ns) from a decision to its start at the worker."""
         return min(self.begins.quantile(0.5), self.most_ns)
 
     def slack_ns(self) -> int:

@@ -1,18 +1,21 @@
-"""A policy on the real clock: events go in as rows, decisions come out, and both can be logged.
+"""A policy on the real clock: it takes rows of events and returns rows of decisions; both can be logged.
 
     ARRIVE   queue, request, deadline    a request has arrived; it may include a level (`ordering`)
     AGAIN    queue, request, deadline    an earlier request is resubmitted
-    FREE     device, queue, count, ns    a device has ended a batch that took this time; its next one, if any, starts
-    CANCEL   queue, request, deadline    the client of a request has gone
-    UP       device, batches, begin, end a device has come up; it may have one or two batches already, with these times
-    DOWN     device                      a device has gone; its requests follow as further events
-    ADJUST   number, value               a number of the pool has a better estimate (`DELAY`, `SLACK`, `GUARD`)
+    FREE     device, queue, count, ns    a device has ended a batch after ``ns``; its next batch, if any, has ``count``
+                                         requests of ``queue``, and starts (``count`` 0: no batch)
+    CANCEL   queue, request, deadline    the client of a request has disconnected
+    UP       device, batches, begin, end a device can be used; it may have one or two batches already, which take from
+                                         ``begin`` to ``end``
+    DOWN     device                      a device can no longer be used; further events resubmit its requests
+    ADJUST   number, value               a number of the pool has a new measured value (`DELAY`, `SLACK`, `GUARD`)
     WAKE                                 a moment has come that the policy asked for
-    SCALE    devices                     decide how many are wanted; this is the current number (`policies.autoscaling`)
+    SCALE    devices                     decide how many devices are wanted (`policies.autoscaling`); ``devices`` is
+                                         their current number
 
-Each row starts with its kind and its moment (ns). Policies are the functions that the simulator calls
-(`policies.pool`). A log has the events and the decisions of each call (`decision_log`); `replay` puts its events
-through the same policy again, which must make the same decisions. When models are added or removed, the policy is
+Each row starts with its kind and its time (ns). Policies are the functions that the simulator calls
+(`policies.pool`). A log has the events and the decisions of each call (`decision_log`). `replay` passes the logged
+events to the same policy again, which must make the same decisions. When models are added or removed, the policy is
 restarted in the same log, with the earlier measurements.
 """
 
@@ -83,11 +86,12 @@ _MEASURED_OF_MODELS = ("count", "since", "rate", "target")
 
 
 class Live:
-    """A policy with its pool, which takes events and returns decisions; both are written to ``log``, if given.
+    """A policy and its pool (an array with its whole state); takes events and returns decisions.
 
-    ``facts`` are the arguments of `allocate_pool`, with lists for arrays; ``numbers`` are those of the models, by their
-    places in the pool (by default the places themselves). ``scaling`` has the arguments of `allocate_scaler`, if the
-    number of devices is decided, too. With ``before``, the measurements of that one are kept.
+    Events and decisions are written to ``log``, if given. ``facts`` are the arguments of `allocate_pool`, with lists
+    for arrays. ``numbers[i]`` is the number of the model with index i in the pool (by default i). ``scaling`` has the
+    arguments of `allocate_scaler`, if the number of devices is decided, too. The measurements of ``before``, the object
+    that this one replaces, are kept.
     """
 
     def __init__(
@@ -134,11 +138,14 @@ class Live:
 
     @property
     def scaler_size(self) -> int:
-        """Number of cells of the scaler; 0 without scaling."""
+        """Number of cells of the scaler's array; 0 without scaling."""
         return len(self._scaler)
 
     def know(self, measured: dict[str, list[int]]) -> None:
-        """Take another pool's measurements: its numbers, and columns with -1 for unknown values."""
+        """Restore measurements, by name: ``numbers`` of the pool, the ``scaler``, and columns of the pool.
+
+        -1 in a column stands for an unknown value, which is not restored.
+        """
         for number, value in zip(_MEASURED_NUMBERS, measured.get("numbers", []), strict=False):
             self.pool[number] = value
         self._scaler[: len(measured.get("scaler", []))] = measured.get("scaler", [])
@@ -166,7 +173,7 @@ class Live:
         return found
 
     def take(self, events: Ints) -> list[tuple[Ints, Ints]]:
-        """Take events; return blocks of decision rows, each with the requests that they choose."""
+        """Pass event rows to the policy; return pairs of decision rows and the requests that these rows choose."""
         at, pool = 0, self.pool
         taken: list[tuple[Ints, Ints]] = []
         while at < len(events):
@@ -190,11 +197,11 @@ class Live:
         return self._numbers[int(self.pool[self.pool[MODEL] + queue])]
 
     def place_of(self, number: int) -> int:
-        """Return a model's place in the pool."""
+        """Return the index in the pool of a model, given by number."""
         return int(self._places[number])
 
     def places_of(self, numbers: Ints) -> Ints:
-        """Return the places of models in the pool; -1 for those that have left."""
+        """Return the indices in the pool of models, given by number; -1 for removed models."""
         return self._places[numbers]
 
     def _with_numbers(self, events: Ints) -> Ints:
@@ -205,7 +212,7 @@ class Live:
         return told
 
     def waiting(self) -> Iterator[tuple[int, int, int]]:
-        """Yield model number, request as submitted, and deadline of all waiting requests."""
+        """Yield (model number, request as submitted, deadline in ns) of all waiting requests."""
         pool = self.pool
         for queue in range(int(pool[NUM_QUEUES])):
             head, tail = int(pool[pool[HEAD] + queue]), int(pool[pool[TAIL] + queue])
@@ -216,21 +223,21 @@ class Live:
 
     @property
     def next_moment(self) -> int:
-        """Time at which the policy wants to be woken (ns); `NEVER` if it does not."""
+        """Time (ns) of the policy's next wake-up; `NEVER` if it needs none."""
         return int(self._next(self.policy, self.pool))
 
 
 def joined(taken: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-    """Return all decisions of a call, and all requests that they choose."""
+    """Return all decision rows of a call of `Live.take` as one array, and all requests that they choose as another."""
     decisions = [np.zeros((0, WIDTH), np.int64), *(rows for rows, _ in taken)]
     return np.concatenate(decisions), np.concatenate([np.zeros(0, np.int64), *(chosen for _, chosen in taken)])
 
 
 @compiled
 def take_events(policy: Any, pool: Ints, scaler: Ints, events: Ints, at: int) -> int:
-    """Put rows of events through a policy, from ``at`` on; return the first that was not taken.
+    """Pass event rows to a policy, from index ``at`` on; return the index of the first row that was not passed.
 
-    Stops when the possible decisions of one more event do not fit into the pool; the caller then clears decisions.
+    Stops when the possible decisions of one more event may not fit into the pool; the caller then clears decisions.
     """
     while at < len(events) and _has_room(pool):
         now = events[at, 1]

@@ -19,14 +19,14 @@ _SHOWN = 500
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldModel:
-    """A model that a worker can run; ``points`` are measured batch sizes and seconds."""
+    """A model that a worker can run; ``points`` are measured (batch size, seconds), if it was timed."""
 
     served: Served
     runnable: Runnable
     points: list[tuple[int, float]]
 
     def document(self) -> dict[str, Any]:
-        """Return the message to the scheduler."""
+        """Return the message to the scheduler that the model is loaded."""
         return {
             "number": self.served.number,
             "inputs": [asdict(tensor) for tensor in self.runnable.inputs],
@@ -45,12 +45,15 @@ class Failed:
     error: str
 
     def document(self) -> dict[str, Any]:
-        """Return the message to the scheduler."""
+        """Return the message to the scheduler that loading has failed."""
         return {"number": self.served.number, "error": self.error}
 
 
 class ModelLoader:
-    """Load models for a device (``cpu``, ``cuda:0``) with ``num_threads`` threads; its results can be selected for."""
+    """Loads models onto a device (``cpu``, ``cuda:0``), directly or in a thread.
+
+    Operators use ``num_threads`` threads. A selector can wait for results of the thread (`fileno`, `take`).
+    """
 
     def __init__(self, device: str, num_threads: int) -> None:
         self._device, self._num_threads = device, num_threads
@@ -69,7 +72,7 @@ class ModelLoader:
 
     @staticmethod
     def time(served: Served, runnable: Runnable) -> HeldModel:
-        """Run a model at least once, and time its batches if the deployment gives no latency."""
+        """Warm a model up, and time its batches if the deployment gives no latency; emulated models are not run."""
         model = served.model
         if model.model is None:
             return HeldModel(served, runnable, [])
@@ -87,7 +90,7 @@ class ModelLoader:
             self._thread.start()
 
     def take(self) -> list[HeldModel | Failed]:
-        """Return the models that have been loaded, or failed."""
+        """Return the queued models that have been loaded, or could not be; blocks if there are no results."""
         os.read(self._wakes, 4096)
         done = []
         while not self._done.empty():

@@ -1,10 +1,10 @@
 """Messages of the Open Inference Protocol over gRPC: parse requests, and make answers from slots.
 
-Their classes are built from inference.pb, the compiled inference.proto (`scripts/renew_messages.py`), in a pool of
-their own: other libraries, such as Triton's client, use the same names, and both can be in one process.
+Their classes are built from inference.pb, the compiled inference.proto (`scripts/renew_messages.py`), in a separate
+descriptor pool: other libraries, such as Triton's client, use the same names, and both can be in one process.
 
-Values arrive as bytes (``raw_input_contents``, one for each input) or as numbers (``contents`` of each input), except
-FP16 and BF16, which arrive as bytes only. They are sent as bytes, like Triton's.
+Input values arrive as bytes (``raw_input_contents``, one entry for each input) or as numbers (``contents`` of each
+input); FP16 and BF16 arrive as bytes only. Output values are sent as bytes, as Triton does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CONTENTS = {
 
 
 def classes_of(method: str) -> tuple[Any, Any]:
-    """Return the classes of a method's request and response."""
+    """Return the message classes of a method's request and response."""
     about = SERVICE.methods_by_name[method]
     return GetMessageClass(about.input_type), GetMessageClass(about.output_type)
 
@@ -53,7 +53,7 @@ _INFER_REQUEST, _INFER_RESPONSE = classes_of("ModelInfer")
 
 
 def read_message(kind: Any, data: bytes) -> Any:
-    """Parse a message. Raises BadRequest."""
+    """Parse ``data`` as a message of the class ``kind``. Raises BadRequest."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -68,7 +68,7 @@ def read_infer(data: bytes) -> Any:
 
 
 def asked_of(served: FrontendModel, request: Any) -> ParsedRequest:
-    """Return the content of an inference request. Raises BadRequest."""
+    """Return the parsed content of an inference request to a model. Raises BadRequest."""
     count, values = served.codec.read_inputs(request.inputs, _taker_of(request))
     try:
         wanted = WireRequest(
@@ -83,7 +83,7 @@ def asked_of(served: FrontendModel, request: Any) -> ParsedRequest:
 
 
 def answer_of(served: FrontendModel, asked: ParsedRequest, slots: list[int]) -> bytes:
-    """Return the answer from slots, serialized."""
+    """Return the serialized answer of a request, whose outputs are in ``slots``."""
     model = served.model
     answer = _INFER_RESPONSE(model_name=model.name, model_version=model.version, id=asked.id or "")
     for place, _ in asked.outputs:
@@ -117,7 +117,9 @@ def _taker_of(request: Any) -> Any:
 def _numbers_of(place: InputPlace, item: Any, count: int) -> bytes:
     field = _CONTENTS.get(place.datatype)
     if field is None:
-        raise BadRequest(f"Input {place.name!r} is {place.datatype}, which contents cannot carry; send it as bytes.")
+        raise BadRequest(
+            f"Input {place.name!r} is {place.datatype}, which contents cannot carry; send it in raw_input_contents."
+        )
     others = [about.name for about, _ in item.contents.ListFields() if about.name != field]
     if others:
         raise BadRequest(f"Input {place.name!r} is {place.datatype} and has {others[0]}; expected {field}.")

@@ -4,8 +4,9 @@
     GET   /v2/models/M[/versions/V][/ready]
     POST  /v2/models/M[/versions/V]/infer · /v2/repository/index
 
-503 comes with ``Retry-After``. A valid ``traceparent`` (W3C) is kept and returned; an invalid one is ignored, as the
-standard says. With a token, all paths except health require ``Authorization: Bearer TOKEN``.
+Answers with status 503 have the header ``Retry-After``. A valid ``traceparent`` (W3C) gets a ``traceresponse``; an
+invalid one is ignored, as the standard says. With a token, all paths except health require ``Authorization: Bearer
+TOKEN``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Paths:
         self._openapi = _openapi(front.server)
 
     def begin(self, exchange: HttpExchange) -> None:
-        """Answer a request at once, or submit it; its answer is then passed to `Asker.settle`."""
+        """Answer a request at once, or submit it to the scheduler; `Asker.settle` is called with the answer."""
         if self._gate.models is not self._known:
             self._learn()
         served = self._infer_paths.get(exchange.url)
@@ -229,4 +230,4 @@ class _IndexRequest(msgspec.Struct):
 
 
 def _no_path(path: str) -> Refusal:
-    return Refusal(404, f"There is nothing at {path[:SHOWN]!r}; GET /openapi.json lists the paths.")
+    return Refusal(404, f"There is no path {path[:SHOWN]!r}; GET /openapi.json lists the paths.")

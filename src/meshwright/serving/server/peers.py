@@ -13,7 +13,8 @@ from meshwright.serving.policies.pool import LATE, LEVEL_BIT, Ints
 from meshwright.serving.server.channel import MessageChannel
 from meshwright.serving.server.gate import Fate
 
-# A request is the number of a frontend's connection, in the upper half, and its slot; above both may be a level.
+# A request's number: the lower 32 bits are its slot, the bits above are the number of its frontend's connection, and
+# the uppermost bits may be a level (`policies.ordering`).
 SLOT_BITS = 32
 _SLOT, _FRONT = (1 << SLOT_BITS) - 1, (1 << LEVEL_BIT - SLOT_BITS) - 1
 # Requests that a queue holds, and slots of a model in a frontend.
@@ -26,9 +27,10 @@ STUCK = 20
 
 @dataclass(slots=True, eq=False)
 class FrontendPeer:
-    """A frontend's connection. ``submitted``: by model, (request with level, deadline) last submitted for each slot.
+    """The connection of a frontend to the scheduler.
 
-    ``known`` is the generation of models (`Catalog`) that it has confirmed.
+    ``submitted[model][slot]`` is the last request in this slot: (slot with level, deadline in ns). ``known`` is the
+    generation of models (`Catalog`) that the frontend has confirmed.
     """
 
     channel: MessageChannel
@@ -37,7 +39,7 @@ class FrontendPeer:
     submitted: dict[int, Ints] = field(default_factory=dict)
 
     def keep(self, rows: Ints) -> None:
-        """Record rows of (model, slot, deadline)."""
+        """Record submitted requests, given as rows of (model, slot with level, deadline in ns)."""
         first = int(rows[0, 0])
         models = [first] if (rows[:, 0] == first).all() else np.unique(rows[:, 0]).tolist()
         for model in models:
@@ -51,7 +53,8 @@ class FrontendPeer:
 class WorkerBatch:
     """Requests of a model that a worker computes, or will compute.
 
-    The policy's batch may be sent in parts (`Suspects.parts_of`); ``decided`` is its number of requests.
+    The policy's batch may be sent in parts (`Suspects.parts_of`). ``decided`` is the number of requests of the whole
+    batch; ``is_last`` marks the last part.
     """
 
     number: int
@@ -67,7 +70,10 @@ class WorkerBatch:
         return len(self.requests) < self.decided
 
     def fates(self, late: Ints, failed: Ints) -> Iterator[tuple[Ints, int]]:
-        """Yield requests and their outcome; places of requests not computed (``late``) and ``failed`` are given."""
+        """Yield (requests, outcome) for each outcome.
+
+        ``late`` and ``failed`` are the indices of requests that were not computed, and of requests that failed.
+        """
         if len(late) or len(failed):
             is_done = np.ones(len(self.requests), bool)
             is_done[late] = is_done[failed] = False
@@ -80,9 +86,10 @@ class WorkerBatch:
 
 @dataclass(slots=True, eq=False)
 class WorkerPeer:
-    """A worker's connection; ``pings`` are still to be sent. The first of its batches is the one that it computes.
+    """The connection of a worker to the scheduler.
 
-    ``held`` and ``loading`` are numbers of models.
+    ``held`` and ``loading``: numbers of the models that the worker has loaded, and is loading. ``pings``: number of
+    pings still to be sent. ``batches``: the worker computes the first one, since ``since_ns``; the others wait.
     """
 
     channel: MessageChannel
@@ -95,25 +102,31 @@ class WorkerPeer:
     since_ns: int = 0
 
     def give(self, batch: WorkerBatch, now: int) -> None:
-        """Add a batch that it is to compute."""
+        """Add a batch for the worker to compute."""
         if not self.batches:
             self.since_ns = now
         self.batches.append(batch)
 
     def take(self, now: int) -> WorkerBatch:
-        """Remove its first batch, which it has computed."""
+        """Remove and return the first batch, which the worker has computed."""
         self.since_ns = now
         return self.batches.popleft()
 
     def outlook(self, now: int) -> tuple[int, int, int]:
-        """Return how many decided batches it has, the start of the first, and the expected end of the last (ns)."""
+        """Return the number of the worker's batches, the start of the first, and the expected end of the last (ns).
+
+        A batch that is sent in parts counts once.
+        """
         if not self.batches:
             return 0, now, now
         left = sum(batch.expected_ns for batch in self.batches)
         return sum(batch.is_last for batch in self.batches), self.since_ns, max(self.since_ns + left, now)
 
     def stuck_ns(self, now: int, limit_ns: int) -> int:
-        """Return how long (ns) it has computed a batch if that is over the limits; otherwise 0."""
+        """Return for how long (ns) the worker has computed its batch if that is too long; otherwise 0.
+
+        Too long: over ``limit_ns``, and over `STUCK` times the expected time.
+        """
         if not self.batches:
             return 0
         taken = now - self.since_ns
@@ -121,7 +134,7 @@ class WorkerPeer:
 
 
 def slots_of(requests: Ints) -> Ints:
-    """Return the slots of requests."""
+    """Return the slots of requests, which are the lower bits of their numbers."""
     return requests & _SLOT
 
 
@@ -131,7 +144,7 @@ def front_of(request: int) -> int:
 
 
 def by_front(requests: Ints) -> list[tuple[int, Any]]:
-    """Return numbers of frontends' connections, each with a mask or slice of its requests."""
+    """Return (number of a frontend's connection, mask or slice of its requests) for each frontend of ``requests``."""
     numbers = requests >> SLOT_BITS
     if len(numbers) == 0:
         return []

@@ -24,7 +24,10 @@ _PREFIX = "meshwright-serve-"
 
 @contextlib.contextmanager
 def reserved_port(host: str, port: int) -> Any:
-    """Reserve this port, or a free one for 0; frontends share it, and no other program gets it meanwhile."""
+    """Reserve a port, or a free port if it is 0, and yield its number.
+
+    Frontends listen at it together, and no other program gets it meanwhile. Raises ServingError if it is in use.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as reserved:
         try:
             # First try without sharing: this detects another listener.
@@ -43,7 +46,7 @@ def reserved_port(host: str, port: int) -> Any:
 
 @contextlib.contextmanager
 def own_folder() -> Any:
-    """Make a folder in shared memory for sockets and slabs; remove those of servers that were killed."""
+    """Yield a new folder in shared memory for sockets and slabs; first remove folders of servers that were killed."""
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in memory.glob(f"{_PREFIX}*"):
         owner = left.name.removeprefix(_PREFIX).partition("-")[0]

@@ -1,8 +1,8 @@
-"""Scheduler settings for processes that work in short turns: they run soon after they are woken.
+"""Settings of Linux' scheduler by which a process that works in short turns runs soon after it is woken.
 
-Linux gives each process a time slice of some milliseconds; a woken process may have to wait until that of another one
-is over. A process with a shorter slice precedes those with longer ones (sched_setattr(2); kernel 6.12 and later;
-older ones ignore it). It does not get a larger share of the processor, and needs no privileges.
+Linux gives each process a time slice of some milliseconds; a woken process may have to wait until the slice of another
+process is over. A process with a shorter slice is preferred (sched_setattr(2); kernel 6.12 and later; older kernels
+ignore it). It does not get more of the processor in total, and needs no privileges.
 """
 
 from __future__ import annotations

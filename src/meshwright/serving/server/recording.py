@@ -5,18 +5,20 @@ The supervisor's orders (`reports.Orders`) are
     {"record": MOST}      record, at most MOST rows of each table
     {"deliver": PATH}     write all records to a file, which appears complete, and stop recording
 
-A part that can record has an attribute ``recording``, which is normally None: it has no other cost then. Moments are
-those of `time.monotonic_ns`, common to all processes of a machine.
+An object that can record has an attribute ``recording``; while it is None, nothing is recorded, and recording costs
+nothing. Times are those of `time.monotonic_ns` (ns), common to all processes of a machine. The tables of each kind of
+process, with their columns:
 
-    frontends   requests    begun, answered, status, fate (-1: never submitted), model, channel, deadline, samples, text
-                slots       those of the requests, one after the other
-                flushes     moment, channel, samples: a message to the scheduler
-                flushed     model, slot, deadline, of the samples of these messages
+    frontends   requests    begun, answered, status, fate (-1: never submitted), model, channel, deadline, number of
+                            samples, index of the trace context in ``texts`` (-1: no context)
+                slots       slot of each sample of the requests, one request after the other
+                flushes     time, channel, number of samples: a message to the scheduler
+                flushed     model, slot, deadline of each sample of these messages
     scheduler   events      as in `live`
-                decisions   moment, kind, target, model, samples: as in `live`
-                chosen      requests of the decisions, one after the other
-    workers     batches     number, model, expected ns, begin, end, samples
-                samples     request, deadline, 0 done or 1 skipped or 2 failed: of the batches, one after the other
+                decisions   time, kind, target, model, number of samples: as in `live`
+                chosen      requests of the decisions, one decision after the other
+    workers     batches     number, model, expected ns, begin, end, number of samples
+                samples     request, deadline, 0 done or 1 skipped or 2 failed: one batch after the other
                 runs        begin, end: execution of the model, without copying of tensors
 """
 
@@ -57,7 +59,10 @@ CELLS = {
 
 
 class Recording:
-    """Recorded tables; rows beyond ``most`` of a table (four times that for samples) are omitted."""
+    """Recorded tables; rows beyond ``most`` of a table are omitted (4 x ``most`` for tables of samples).
+
+    ``is_cut`` is set when rows are omitted.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -66,7 +71,10 @@ class Recording:
         self.is_cut = False
 
     def rows_of_request(self, call: InboundRequest, ticket: Ticket | None, status: int, now: int) -> None:
-        """Record an answered request, with ``status`` 0 if its client has gone; ``ticket`` if it was submitted."""
+        """Record a request that was answered at ``now`` (ns) with an HTTP ``status``, 0 if its client disconnected.
+
+        ``ticket`` is None if the request was never submitted to the scheduler.
+        """
         served = call.served
         if served is None:
             return
@@ -83,12 +91,12 @@ class Recording:
         self._note({"requests": row, "slots": slots})
 
     def rows_of_flush(self, channel: int, cells: list[int]) -> None:
-        """Record submitted samples: rows of model, slot, deadline."""
+        """Record samples that were submitted in one message: model, slot and deadline of each, one after the other."""
         if cells:
             self._note({"flushes": (time.monotonic_ns(), channel, len(cells) // 3), "flushed": cells})
 
     def rows_of_decisions(self, events: Ints, taken: list[tuple[Ints, Ints]], model_of: Callable[[int], int]) -> None:
-        """Record a policy's events and decisions."""
+        """Record a policy's events and decisions; ``model_of`` returns the model number of a queue."""
         now, decisions, chosen = time.monotonic_ns(), array("q"), array("q")
         for rows, requests in taken:
             for kind, target, queue, first, count, _ in rows.tolist():
@@ -98,7 +106,11 @@ class Recording:
         self._note({"decisions": decisions, "chosen": chosen})
 
     def rows_of_batch(self, batch: tuple[int, int, int, int, int], cells: Ints, late: Ints, failed: Ints) -> None:
-        """Record a worker's batch (number, model, expected ns, begin, end); ``cells``: requests, then deadlines."""
+        """Record a worker's batch: (number, model, expected ns, begin, end).
+
+        ``cells`` has its requests, then their deadlines. ``late`` and ``failed`` are indices of requests that were
+        skipped, and that failed.
+        """
         count = len(cells) // 2
         samples = np.zeros((count, 3), np.int64)
         samples[:, 0], samples[:, 1] = cells[:count], cells[count:]
@@ -106,11 +118,11 @@ class Recording:
         self._note({"batches": (*batch, count), "samples": samples.ravel().tolist()})
 
     def row_of_run(self, begin: int, end: int) -> None:
-        """Record an execution of a model."""
+        """Record an execution of a model, from ``begin`` to ``end`` (ns)."""
         self._note({"runs": (begin, end)})
 
     def write(self, path: Path) -> None:
-        """Write all tables to a file that `Recorded` reads; it appears complete."""
+        """Write all tables to a file that `Recorded` reads; the file gets its name when it is complete."""
         begun = path.with_suffix(".part")
         tables: dict[str, Any] = {
             name: np.frombuffer(cells, np.int64).reshape(-1, WIDTHS[name]) for name, cells in self.tables.items()
@@ -132,20 +144,23 @@ class Recording:
 
 
 class Recordable(Protocol):
-    """A part that can record."""
+    """An object that can record: it adds rows to ``recording``, unless that is None."""
 
     recording: Recording | None
 
 
 class RecordingControl:
-    """Carries out the supervisor's orders about recording; ``parts`` returns those that record, or None."""
+    """Carries out the supervisor's orders about recording.
+
+    ``parts`` returns the objects that record; entries that are None are skipped.
+    """
 
     def __init__(self, parts: Callable[[], Iterable[Recordable | None]]) -> None:
         self._parts = parts
         self._recording: Recording | None = None
 
     def obey(self, orders: list[dict[str, Any]]) -> None:
-        """Start recording, or deliver; ignore other orders."""
+        """Start recording, or write the records and stop, as the orders say; ignore other orders."""
         for order in orders:
             if "record" in order:
                 self._set(Recording(order["record"]))
@@ -164,7 +179,7 @@ class RecordingControl:
 
 
 class Recorded:
-    """A file of `Recording.write`; a table without rows is empty."""
+    """The tables in a file of `Recording.write`, by name; a table without records has 0 rows."""
 
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as file:

@@ -1,7 +1,7 @@
-"""Replay a decision log: put its events through the policy again, and compare the decisions.
+"""Replay a decision log: pass its events to the policy again, and compare the decisions.
 
-A damaged log is refused before any of it reaches compiled code: facts that no pool can have, events of unknown kinds,
-models or devices.
+A damaged log is refused before compiled code reads it: if no pool can be allocated by its header, or if it has events
+of unknown kinds, models or devices.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _NO_EVENTS = np.zeros((0, EVENT_WIDTH), np.int64)
 
 
 def replay_log(path: Path) -> tuple[int, int]:
-    """Replay a log; return the numbers of events and decisions, all of which were the same.
+    """Replay a log, and check that the policy makes the same decisions; return the numbers of events and decisions.
 
-    An incomplete last call is ignored. Raises ServingError if a decision differs, if the log is damaged, and if the
+    Incomplete data at the end is ignored. Raises ServingError if a decision differs, if the log is damaged, and if the
     file is not a log.
     """
     with path.open("rb") as file:
@@ -99,7 +99,7 @@ _DAMAGES = (_Damaged, ValueError, LookupError, TypeError, AttributeError, Recurs
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, _Damaged) else "its facts cannot be read"
+    return str(error) if isinstance(error, _Damaged) else "its content cannot be read"
 
 
 def _read_header(file: BinaryIO) -> Live:
@@ -131,7 +131,7 @@ def _check_whole(values: Any, least: int, most: int, what: str) -> None:
 
 def _check_facts(facts: dict[str, Any]) -> None:
     """Raise _Damaged for facts with which no pool can be allocated."""
-    _check(_FACTS.issuperset(facts), "its facts are of another version")
+    _check(_FACTS.issuperset(facts), "its header is of another version")
     latency = facts["latency"]
     _check(isinstance(latency, list) and 0 < len(latency) <= MOST_MODELS, "it has no latencies")
     rows = {len(row) for row in latency}

@@ -1,7 +1,8 @@
-"""Communication between processes of a server and their supervisor, and the common end of both.
+"""Communication between the processes of a server and their supervisor.
 
-Processes report lines of JSON through a pipe that their environment names (`PIPE`), or on standard output without one;
-orders arrive as such lines on standard input. When standard input ends, so do the processes.
+A process sends reports, lines of JSON, through the pipe that the environment variable `PIPE` names, or to standard
+output without it. Orders of the supervisor arrive as lines of JSON on standard input. When standard input ends because
+the supervisor has ended, the process ends, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _AT_ONCE = 2**16
 
 
 def report(kind: str, **facts: Any) -> None:
-    """Send a report; end the process if the supervisor has gone."""
+    """Send a report of a ``kind``, with any further entries; end the process if the supervisor has ended."""
     line = json.dumps({"kind": kind, "time_ns": time.monotonic_ns(), **facts}) + "\n"
     try:
         pipe = _pipe()
@@ -68,12 +69,15 @@ def _pipe() -> int | None:
 
 
 def pool_figures(pool: Ints | None) -> dict[str, int]:
-    """Return a scheduler's figures of its policy's pool; zeros before there is one."""
+    """Return the figures of a policy's pool that the scheduler reports; zeros if there is no pool yet.
+
+    Queued samples, workers that are up and idle, and delay, slack and guard (ns).
+    """
     return {name: 0 if pool is None else int(pool[number]) for name, number in _FIGURES.items()}
 
 
 class Orders:
-    """Orders of a supervisor on standard input."""
+    """Reads the supervisor's orders from standard input."""
 
     def __init__(self) -> None:
         self._begun = b""
@@ -103,7 +107,7 @@ def _end_after_input() -> None:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Report an error that a user can fix, and exit with `FATAL`."""
+    """Report a MeshwrightError of the body, which a user can fix, and exit with code `FATAL`."""
     try:
         yield
     except MeshwrightError as error:
@@ -112,6 +116,9 @@ def reporting_errors() -> Iterator[None]:
 
 
 def keep_what_is_there() -> None:
-    """Exclude loaded objects, which live until the end, from garbage collection: with torch, a pass takes 0.1 s."""
+    """Exclude all present objects from garbage collection, as they stay until the end.
+
+    With torch loaded, a collection would take 0.1 s.
+    """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Changes of a running server's models: those of its deployment's file, which is read again each time.
+"""Change the models of a running server to those of its deployment file, which is read again for each change.
 
     POST /v2/repository/index                       list the models in Triton's form
     POST /v2/repository/models/NAME/load            serve a model as the file has it now, in place of the current one
@@ -29,13 +29,16 @@ _SHOWN = 500
 
 
 class Repository:
-    """Applies changes of the models in ``file`` to a supervisor."""
+    """Reads models from the deployment ``file``, and lets a supervisor serve them or no longer serve them."""
 
     def __init__(self, supervisor: Supervisor, file: Path) -> None:
         self._supervisor, self._file = supervisor, file
 
     async def answer(self, path: str, body: bytes) -> tuple[int, Any]:
-        """Return status and document of a POST to one of the module's paths, as it was sent (with ``%2F``)."""
+        """Answer a POST to one of the module's paths; return HTTP status and JSON document.
+
+        ``path`` is percent-encoded, as it was sent.
+        """
         try:
             _refuse_parameters(body)
             match [unquote(part) for part in path.removeprefix(_PREFIX).split("/")]:
@@ -48,7 +51,10 @@ class Repository:
                 case ["models", name, "unload"]:
                     await self.unload(name)
                 case _:
-                    return 404, {"error": f"There is nothing at {path[:200]!r}."}
+                    return 404, {
+                        "error": f"There is no path {path[:200]!r}; the paths are index, update, models/NAME/load and "
+                        "models/NAME/unload, after /v2/repository/."
+                    }
         except Unready as error:
             return 503, {"error": str(error)}
         except MeshwrightError as error:
@@ -56,7 +62,7 @@ class Repository:
         return 200, self.index()
 
     def index(self) -> list[dict[str, str]]:
-        """Return the list of models."""
+        """Return the list of models in the form of Triton's repository index."""
         ready = self._supervisor.is_ready
         state, reason = ("READY", "") if ready else ("UNAVAILABLE", "the server is not ready")
         return [
@@ -123,7 +129,7 @@ def _refuse_parameters(body: bytes) -> None:
         parameters = document.get("parameters", {})
         unknown = [name for name, value in parameters.items() if _NOTHING.get(name) != value]
     except (ValueError, AttributeError, RecursionError):
-        raise ServingError("The body is not a JSON object. Send none.") from None
+        raise ServingError("The body is not a JSON object; the request needs no body.") from None
     if unknown:
         raise ServingError(
             f"The parameter {str(unknown[0])[:100]!r} is not supported; all settings are in the deployment's file."

@@ -4,12 +4,12 @@ The HTTP statuses of `front` correspond to gRPC codes: 400 INVALID_ARGUMENT, 401
 408 ABORTED, 500 INTERNAL, 503 UNAVAILABLE, the last with ``retry-after`` in the trailing metadata. gRPC itself answers
 RESOURCE_EXHAUSTED to messages of more than ``body_bytes`` and to more calls than ``connections``.
 
-A call's own deadline shortens that of its request, but a longer one does not extend the model's SLO.
-``x-request-timeout-ms``, ``authorization`` and ``traceparent`` are metadata with the same meaning as the HTTP headers;
-the last is returned in the trailing metadata.
+A gRPC deadline can shorten the deadline of its request, but never extends the model's SLO. ``x-request-timeout-ms``,
+``authorization`` and ``traceparent`` are metadata with the same meaning as the HTTP headers; the response to
+``traceparent`` is in the trailing metadata.
 
-A call that is cancelled, by its client or the end of its connection, cancels its request. Its message must arrive
-within ``receive`` seconds; for this limit, all methods are stream methods that read one message themselves.
+If a call is cancelled, by its client or because its connection ends, its request is cancelled, too. The message of a
+call must arrive within ``receive`` seconds; to enforce this, all methods are stream methods that read one message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _now_ns = time.monotonic_ns
 
 
 class RpcCall(InboundRequest):
-    """A call, and its answer: bytes, or an error."""
+    """An inference call, and its answer: a serialized message, or an exception."""
 
     answer: asyncio.Future[bytes | Exception] | None = None
 
@@ -66,12 +66,12 @@ class RpcCall(InboundRequest):
 
 
 def most_connections(limits: Server) -> int:
-    """Return the limit of gRPC connections, each of which carries many calls."""
+    """Return the largest number of gRPC connections; one connection carries many calls."""
     return min(max(limits.connections // 8, 16), limits.connections)
 
 
 class RpcServer:
-    """Calls of a frontend; made by `serve_rpc`."""
+    """The gRPC server of a frontend; made by `serve_rpc`."""
 
     def __init__(self, front: Frontend, limits: Server) -> None:
         self.port = 0
@@ -126,8 +126,8 @@ class RpcServer:
     async def drain(self, grace_s: float) -> None:
         """Refuse further inference, answer pending calls, and close, at the latest after ``grace_s`` seconds.
 
-        gRPC's own shutdown would answer calls that arrive during it with CANCELLED, as if the client had cancelled
-        them. The connections are half-closed before, so that it cannot, and such calls end as UNAVAILABLE.
+        gRPC's own shutdown answers calls that arrive meanwhile with CANCELLED, as if their clients had cancelled them.
+        Connections are half-closed first, so that these calls end with UNAVAILABLE instead.
         """
         self._front.is_draining = True
         end = time.monotonic() + grace_s
@@ -238,12 +238,12 @@ class RpcServer:
                 raise
             task.uncancel()
             raise Refusal(
-                408, f"The request has not come within {self._limits.receive:g} s; send it at once."
+                408, f"The request has not arrived within {self._limits.receive:g} s; send it faster."
             ) from None
         finally:
             del self._receiving[task]
         if not isinstance(message, bytes):
-            raise BadRequest("The call has ended without a message; expected one.")
+            raise BadRequest("The call has ended without a message; expected one message.")
         return message
 
     async def _refuse(self, call: RpcCall, context: Any, error: Exception) -> NoReturn:

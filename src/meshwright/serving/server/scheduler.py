@@ -1,9 +1,9 @@
-"""The scheduler: it tracks requests and their deadlines, and its policy decides what runs where.
+"""The scheduler: it tracks requests and their deadlines, and its policy decides which device runs which batch.
 
-Frontends submit requests, workers run batches (`channel.Kind`); tensors never pass through the scheduler. The requests
-of a worker that has gone are resubmitted to the policy, with their deadlines. Those that it was computing are then
-computed one by one, and a request that was being computed when two workers went is taken to be the cause. Only the
-scheduler reports the outcome of a request, and it does so once.
+Frontends submit requests, workers run batches (`channel.Kind`); tensors never pass through the scheduler. If a worker
+ends, its requests are resubmitted to the policy, with their deadlines. The requests that the worker was computing are
+then computed one by one; a request that was being computed when two workers ended is taken to be the cause, and fails.
+Only the scheduler reports the outcome of a request, and it does so once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _EVERY_NS = 1_000_000_000
 class Scheduler:
     """Tracks requests and their deadlines, and lets the policy decide which device runs which batch.
 
-    `turn` handles events. ``opened`` is called before frontends may submit requests.
+    Call `turn` repeatedly. ``folder`` has the server's sockets and slabs; decisions are written to ``log``, if given.
+    ``opened`` is called once, before frontends may submit requests.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Scheduler:
         self._next_report = 0
 
     def turn(self) -> None:
-        """Wait for the next message or moment, and handle it."""
+        """Wait for the next messages, or until the policy or a report is due, and handle them."""
         moment = self._live.next_moment if self._live is not None else NEVER
         ready = self._board.wait(min(moment, self._next_report, self._next_scale) - time.monotonic_ns())
         now = time.monotonic_ns()

@@ -1,6 +1,6 @@
 """The process of the scheduler.
 
-Run as ``python -m meshwright.serving.server.scheduler_process FOLDER [LOG]``, where ``FOLDER`` has the deployment.
+Run as ``python -m meshwright.serving.server.scheduler_process FOLDER [LOG]``; ``FOLDER`` contains deployment.json.
 Ends when its standard input ends.
 """
 
@@ -16,7 +16,7 @@ from meshwright.spec import read_deployment
 
 
 def main(arguments: list[str]) -> None:
-    """Schedule until standard input ends."""
+    """Run the scheduler until standard input ends; ``arguments``: FOLDER [LOG]."""
     folder, log = Path(arguments[0]), Path(arguments[1]) if arguments[1:] else None
     ask_for_short_turns()
     with reporting_errors():

@@ -1,6 +1,6 @@
-"""Checks of what only the simulator supports: a server refuses it before any process is started.
+"""Refuse deployments that only the simulator supports, before a server starts any process.
 
-This module loads policies and thus numba, which neither frontends nor workers need.
+This module loads policies and therefore numba, which neither frontends nor workers need.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def check_served(deployment: Deployment) -> None:
     policy = load_policy(deployment.policy)
     if deployment.scaling is not None and isinstance(policy, Nexus):
         raise ServingError(
-            "Policy nexus plans for all devices one epoch ahead, and cannot say how many it needs. Remove the scaling, "
-            "or choose another policy."
+            "Policy nexus plans for all devices one epoch ahead, and does not support scaling. Remove scaling from the "
+            "deployment, or choose another policy."
         )
     limit = deployment.device_memory
     if limit is not None and not deployment.has_room(model.name for model in deployment.models):

@@ -1,6 +1,6 @@
-"""The models of a server: each copy of a deployment's models, with what its workers have found out about it.
+"""The models of a server: each copy of a deployment's models, with the tensors and latencies that workers have found.
 
-Processes read the list from a file when they start (`write_models`); later changes are sent to them.
+Processes read the list of models from a file when they start (`write_models`); later changes are sent to them.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Served:
         self.inputs, self.outputs, self.platform, self.table = inputs, outputs, found["platform"], table
 
     def identity(self) -> dict[str, Any]:
-        """Return what identifies the model, for `read_identity`."""
+        """Return the JSON document from which `read_identity` makes the model in another process."""
         return {"number": self.number, "name": self.name, "version": self.version, "model": encode(self.model)}
 
     def document(self) -> dict[str, Any]:
-        """Return the message to frontends."""
+        """Return the description of the model for frontends; ``most`` is the largest batch."""
         return {
             "number": self.number,
             "name": self.name,
@@ -88,12 +88,12 @@ def read_identity(document: dict[str, Any]) -> Served:
 
 
 def write_models(served: Iterable[Served], folder: Path) -> None:
-    """Write the list of models, for processes that start later."""
+    """Write the list of models to a file in ``folder``, for processes that start later."""
     write_text(json.dumps([one.identity() for one in served]), folder / _FILE)
 
 
 def read_models(folder: Path) -> list[Served]:
-    """Read the list of models."""
+    """Read the list of models that `write_models` wrote."""
     return [read_identity(item) for item in json.loads((folder / _FILE).read_text(encoding="utf-8"))]
 
 
@@ -120,4 +120,6 @@ def check_names(served: Iterable[Served]) -> None:
     names = [one.name for one in served]
     again = sorted({name for name in names if names.count(name) > 1})
     if again:
-        raise ServingError(f"Two models would be called {again[0]!r}. Give one of them another name.")
+        raise ServingError(
+            f"Two models would be called {again[0]!r} (copies are NAME-0, NAME-1, ...). Give one of them another name."
+        )

@@ -1,7 +1,8 @@
 """Slabs: shared memory for the tensors of requests, so that only slot numbers are sent between processes.
 
-A frontend has a slab for each model: slots of one size, each with a sample's inputs and outputs. The frontend writes
-inputs and reads outputs; a worker gathers the inputs of a batch and scatters its outputs, by whole columns.
+A frontend has a slab for each model, divided into slots of one size. A slot holds the inputs and outputs of one sample.
+The frontend writes inputs and reads outputs; a worker gathers the inputs of a batch from its slots, and scatters the
+outputs to them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _ALIGNED = 64
 
 
 class Slab:
-    """``inputs`` and ``outputs``: for each tensor an array of (slots, *its shape), views of the shared memory."""
+    """Shared memory for the requests of one frontend to one model, in slots of one sample each.
+
+    ``inputs`` and ``outputs`` have for each tensor an array (slots, *shape of a sample's tensor), a view of the memory.
+    """
 
     def __init__(self, path: Path, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], slots: int) -> None:
         """Open the slab of this file; it is created if ``slots`` is not 0. Raises ServingError if that fails."""
@@ -44,7 +48,10 @@ class Slab:
         return len(self.slots)
 
     def allocate(self, first: int, count: int) -> bool:
-        """Allocate memory for these slots; return False if the system has none: access would then kill the process."""
+        """Allocate memory for ``count`` slots, from ``first`` on; return False if the system has not enough.
+
+        Access to slots without memory may kill the process.
+        """
         if not hasattr(os, "posix_fallocate"):
             return True
         try:
@@ -61,7 +68,7 @@ class Slab:
 
 
 def slot_layout(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> np.dtype:
-    """Return the layout of a slot: each tensor is aligned to 64 bytes."""
+    """Return the dtype of a slot: a field for each tensor, aligned to 64 bytes."""
     names, formats, offsets, at = [], [], [], 0
     for letter, tensors in (("i", inputs), ("o", outputs)):
         for place, tensor in enumerate(tensors):
@@ -73,5 +80,5 @@ def slot_layout(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
 
 
 def slab_path(folder: Path, epoch: int, channel: int, model: int) -> Path:
-    """Return the path of the slab of a frontend's connection and a model; ``epoch`` is the scheduler's."""
+    """Return the path of a slab; ``channel`` and ``model`` are numbers, and ``epoch`` is the scheduler's start time."""
     return folder / f"slab-{epoch}-{channel}-{model}"

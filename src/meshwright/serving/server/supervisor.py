@@ -1,7 +1,8 @@
 """The supervisor: it starts the processes of a server, restarts those that end, and shuts them down in order.
 
-A process ends when its standard input does, so that none outlives its supervisor, however that ends; frontends first
-answer pending requests. A process that ends soon after its start is restarted after a delay, longer each time.
+A process ends when its standard input ends, so that no process outlives its supervisor, even if that is killed.
+Frontends first answer pending requests. A process that ends soon after its start is restarted after a delay, which
+grows with each such end.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ Told = Callable[[str, dict[str, Any]], None]
 
 
 class Unready(ServingError):  # noqa: N818 - it is a state
-    """The request may be possible later."""
+    """The models cannot be changed now, but perhaps later; the message says why."""
 
 
 class Supervisor:
     """A server of a deployment; `run` keeps it running until it is stopped.
 
-    Decisions are written to ``log``, those of a restarted scheduler to ``log.2`` and so on; requests need the token of
-    ``token_file``. ``told`` is called with the reports of processes: a name (``worker-3``) and its facts; those of
-    ``kind`` "ended", "started" and "unstarted" are the supervisor's own. Raises ServingError if a process cannot
-    continue because of a fault of the deployment.
+    The scheduler writes its decisions to ``log``, and after a restart to ``log.2`` and so on. Requests need the token
+    in ``token_file``, if given. ``told`` is called with each report of a process: the process's name (``worker-3``) and
+    the report. Reports of ``kind`` "ended", "started" and "unstarted" come from the supervisor itself. `run` raises
+    ServingError if a process cannot continue because of an error in the deployment.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Supervisor:
         self._changed.set()
 
     def process_ids(self) -> dict[str, int]:
-        """Return the running processes by name."""
+        """Return the process IDs of the running processes, by name."""
         return {
             name: child.process.pid
             for name, child in self._children.items()
@@ -112,10 +113,11 @@ class Supervisor:
         return child.process.returncode is None
 
     async def change(self, come: Sequence[tuple[str, ServedModel]], leave: Sequence[str]) -> None:
-        """Change the models: add some, by name, which replace those of the same name; remove others.
+        """Change the models: add those of ``come``, and remove those whose names are in ``leave``.
 
-        Returns when requests are answered by the new ones. Raises ServingError, with everything unchanged, if not all
-        workers can load all of them, or if no model would be left.
+        ``come`` has pairs of name and model; a new model replaces the model of the same name. Returns when the new
+        models answer requests. Raises ServingError, with everything unchanged, if a worker cannot load a model or if no
+        model would be left, and Unready if the server is not ready or another change is under way.
         """
         if self._changing.locked():
             raise Unready("Another change of models is under way. Try again when it is done.")
@@ -129,7 +131,9 @@ class Supervisor:
             models = [one for one in self.models if one not in gone] + loaded
             check_names(models)
             if not models:
-                raise ServingError("No model would be left; a server has at least one. Stop it, or load another first.")
+                raise ServingError(
+                    "No model would be left; a server needs at least one. Stop the server, or load another model first."
+                )
             self.model_names += [one.name for one in loaded]
             await self._order_change(loaded, gone)
             self.models = models
@@ -149,7 +153,7 @@ class Supervisor:
         try:
             done, _ = await asyncio.wait([self._change], timeout=_CHANGE_S)
             if not done:
-                late = f"Workers have not loaded all models within {_CHANGE_S:g} s."
+                late = f"Workers have not loaded all new models within {_CHANGE_S:g} s, so nothing was changed."
                 self.order("scheduler", change=self._changes, give_up=late)
             error = await self._change
         finally:
@@ -178,7 +182,7 @@ class Supervisor:
             await self._changed.wait()
 
     async def run(self) -> None:
-        """Start all processes, and keep them running until `stop`."""
+        """Start all processes, and keep them running until `stop` is called. Raises ServingError."""
         check_served(self.deployment)
         if self._log is not None:
             check_log(self._log)

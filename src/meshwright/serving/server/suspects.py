@@ -1,4 +1,4 @@
-"""Requests that were being computed when a worker ended: which is the cause if another worker ends, too."""
+"""Suspects: requests that were being computed when a worker ended, and so may be the cause."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from meshwright.serving.server.peers import WorkerPeer, front_of
 
 
 class Suspects:
-    """Requests that a worker had started when it went; one that loses a second worker is taken to be the cause.
+    """Requests that a worker was computing when it ended.
 
-    ``folder``: where workers record what they start (`begun`).
+    If another worker ends while it computes such a request, the request is taken to be the cause. ``folder``: where
+    workers record which batches they start (`begun`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -23,7 +24,7 @@ class Suspects:
         self._requests: set[int] = set()
 
     def parts_of(self, requests: Ints) -> list[Ints]:
-        """Divide a batch: each suspect is computed alone, so that others are not harmed, and after them."""
+        """Divide a batch into parts: first the requests that are not suspects together, then each suspect alone."""
         if not self._requests:
             return [requests]
         alone = self._among(requests)
@@ -31,9 +32,10 @@ class Suspects:
         return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
     def judge(self, worker: WorkerPeer, is_awaited: Callable[[int], bool]) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield the batches of a worker that has gone: model, requests at fault, and those to resubmit.
+        """Yield for each batch of a worker that has ended: model, requests at fault, and requests to resubmit.
 
-        Only requests that it had started can be the cause; they become suspects, if their clients still wait.
+        Only requests that the worker had started can be at fault. They become suspects if ``is_awaited`` returns that
+        their clients still wait.
         """
         begun = take_begun(self._folder, worker.pid)
         for place, batch in enumerate(worker.batches):
@@ -52,7 +54,7 @@ class Suspects:
             self._requests.difference_update(requests.tolist())
 
     def forget(self, front: int) -> None:
-        """Forget the requests of a frontend's connection that has gone."""
+        """Forget the requests of a frontend that has disconnected, given by the number of its connection."""
         self._requests = {request for request in self._requests if front_of(request) != front}
 
     def _among(self, requests: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -1,10 +1,10 @@
-"""Requests and answers of the Open Inference Protocol (version 2), between bytes and the rows of a slab; no I/O.
+"""Convert requests and answers of the Open Inference Protocol (version 2) between bytes and slots of a slab; no I/O.
 
 A request is JSON, or JSON followed by tensors (the "binary tensor data" extension: the client states the length of the
-JSON, and the number of bytes of each input that follows). Each input has a shape [n, *that of one sample], with the
-same n for all; so have the outputs. `Codec.decode` checks all of this and returns a `ParsedRequest`, or raises
-`BadRequest` with a message for the client; `Codec.write` puts the values into slots, and `Codec.encode` makes an
-answer from them.
+JSON, and the number of bytes of each input that follows). Each input has a shape [n, *shape of one sample], with the
+same n for all inputs, and so have the outputs. `Codec.decode` checks all of this and returns a `ParsedRequest`, or
+raises `BadRequest` with a message for the client. `Codec.write` copies the values into slots, and `Codec.encode` makes
+an answer from the slots.
 
 Choices where the protocol leaves room:
 
@@ -12,7 +12,7 @@ Choices where the protocol leaves room:
   booleans are true and false. FP16 and BF16 are binary only, in both directions.
 - JSON has neither NaN nor infinity. A request with them is refused. An output with them cannot be sent as JSON (a null,
   or text, would break clients unexpectedly): `NotFinite` says to request it as binary.
-- Unknown parameters and members are ignored; those that would change the answer and are not supported
+- Unknown parameters and members are ignored. Known ones that would change the answer and are not supported
   (``shared_memory_region``, ``classification``, ``sequence_id``) are refused.
 """
 
@@ -45,7 +45,7 @@ MOST_SAMPLES = 1024
 
 
 class OutputParameters(msgspec.Struct, gc=False):
-    """Parameters of a requested output."""
+    """The parameters of a requested output, as in the protocol."""
 
     binary_data: bool | None = None
     classification: int | None = None
@@ -53,14 +53,14 @@ class OutputParameters(msgspec.Struct, gc=False):
 
 
 class RequestedOutput(msgspec.Struct, gc=False):
-    """A requested output."""
+    """An output that a request asks for, by name."""
 
     name: str
     parameters: OutputParameters | None = None
 
 
 class Parameters(msgspec.Struct, gc=False):
-    """Parameters of a request."""
+    """The parameters of a request; ``timeout`` is in microseconds, ``priority`` 1 is the most important."""
 
     binary_data_output: bool = False
     timeout: int | None = None
@@ -69,7 +69,7 @@ class Parameters(msgspec.Struct, gc=False):
 
 
 class WireRequest(msgspec.Struct, gc=False):
-    """A request in its transmitted form."""
+    """A request as its JSON contains it, before it is checked against a model."""
 
     inputs: list[Input]
     id: str | None = None
@@ -92,9 +92,10 @@ _REQUESTS = msgspec.json.Decoder(WireRequest)
 
 
 class ParsedRequest:
-    """A parsed request: ``count`` samples, ``values`` of each input, and the outputs, each with whether it is binary.
+    """A parsed request of ``count`` samples.
 
-    ``timeout_us`` is None if the request does not give it; ``level`` is its priority (`policies.ordering`).
+    ``values`` are the bytes of each input; ``outputs`` are pairs of a wanted output and whether it is sent as binary.
+    ``timeout_us`` is None if the request has no timeout; ``level`` is its priority (`policies.ordering`).
     """
 
     id: str | None = None
@@ -159,7 +160,10 @@ class Codec:
     def read_inputs(
         self, items: Sequence[_Item], take: Callable[[InputPlace, _Item, int], Any]
     ) -> tuple[int, list[Any]]:
-        """Return the number of samples, and the bytes of each input, by ``take``. Raises BadRequest."""
+        """Return the number of samples, and the bytes of each input.
+
+        ``take(input, item, number of samples)`` returns the bytes of an item of the request. Raises BadRequest.
+        """
         values: list[Any] = [None] * len(self._inputs)
         count = 0
         for item in items:
@@ -170,7 +174,8 @@ class Codec:
             if count != number:
                 if count:
                     raise BadRequest(
-                        f"Input {place.name!r} has {number} samples, and an earlier one {count}; expected the same."
+                        f"Input {place.name!r} has {number} samples, and an earlier input has {count}; expected the "
+                        "same number."
                     )
                 count = number
             values[place.place] = take(place, item, number)
@@ -191,7 +196,7 @@ class Codec:
                 place.rows[slots] = np.frombuffer(value, np.uint8).reshape(asked.count, place.sample_bytes)
 
     def encode(self, asked: ParsedRequest, slots: list[int]) -> tuple[bytes, int | None]:
-        """Return an answer's body, and the length of its JSON if tensors follow it. Raises NotFinite."""
+        """Return an answer's body, and the length of its JSON if tensors follow it, else None. Raises NotFinite."""
         if asked.count == 1 and asked.outputs is self._all_as_json and asked.id is None:
             texts: list[bytes] = []
             for before, place in self._ones:
@@ -221,7 +226,7 @@ class Codec:
         return place.rows[slots].tobytes()
 
     def asked(self, request: WireRequest, count: int, values: list[Any]) -> ParsedRequest:
-        """Read the other parts of a request: outputs with their format, timeout, priority. Raises BadRequest."""
+        """Return the parsed request, with outputs, timeout and priority as it asks for. Raises BadRequest."""
         parameters = request.parameters
         as_binary = parameters is not None and parameters.binary_data_output
         outputs = self._all_as_binary if as_binary else self._all_as_json
@@ -239,7 +244,7 @@ class Codec:
             if priority is not None and not 0 <= priority < 2**64:
                 raise BadRequest(f"The parameter priority is {priority}; expected a 64-bit integer of at least 0.")
             if parameters.sequence_id:
-                raise BadRequest("The parameter sequence_id was given, but models here are stateless. Leave it out.")
+                raise BadRequest("The parameter sequence_id was given, but models are stateless here. Leave it out.")
             asked.timeout_us = timeout
             if priority:
                 asked.level = min(priority, LEAST_IMPORTANT) - _UNSAID

@@ -1,11 +1,11 @@
 """The timeline of a server as a trace for https://ui.perfetto.dev, from the records of its processes (`recording`).
 
 process    the scheduler, each device, each frontend
-thread     of a device: its batches, each with the execution of the model; of a frontend: requests, in as many threads
-           of one name as requests were under way at once, since Perfetto requires the spans of a thread to nest
-X          a batch, a request; in the request: its phases (`timeline_requests`)
-s, t, f    an arrow from a request to its batch, and from there to its answer
-i          decisions of the scheduler, and other events there
+thread     of a device: batches, each with the execution of the model; of a frontend: requests. Since Perfetto requires
+           the spans of a thread to nest, requests that were under way at once are in different threads of one name
+X          a span: a batch, a request, and the phases of a request (`timeline_requests`)
+s, t, f    an arrow from a request to its batch, and on to its answer
+i          an instant: decisions of the scheduler, and other events at the scheduler
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SEEN = {CANCEL: "request cancelled", UP: "device has come up", DOWN: "device ha
 
 
 def timeline_pieces(facts: RecordedRun) -> Iterator[bytes]:
-    """Yield the text of the trace in pieces. ``otherData`` lists what it contains, and what is missing."""
+    """Yield the trace as pieces of JSON text. Its entry ``otherData`` has counts, and lists missing processes."""
     fronts, known = facts.of("front"), SampleFacts()
     batches = [batch for name, worker in facts.of("worker").items() for batch in read_batches(name, worker, known)]
     if scheduler := facts.processes.get("scheduler"):

@@ -1,4 +1,4 @@
-"""Records of a server, combined: batches, and the history of each sample outside its frontend."""
+"""Combine the records of a server's processes: batches, and the history of each sample at scheduler and workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Sample = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """Records by process, their time span (ns), and model names by number; ``missing`` processes did not answer."""
+    """The records of a server's processes, by process name, from ``begin_ns`` to ``end_ns``.
+
+    ``models`` has the model names by number. The records of ``missing`` processes could not be read.
+    """
 
     begin_ns: int
     end_ns: int
@@ -27,14 +30,17 @@ class RecordedRun:
     missing: Sequence[str] = ()
 
     def of(self, kind: str) -> dict[str, Recorded]:
-        """Return the processes of a kind, in the order of their numbers."""
+        """Return the records of all processes of a kind (``front``, ``worker``), in the order of their numbers."""
         names = [name for name in self.processes if name.startswith(f"{kind}-")]
         return {name: self.processes[name] for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]))}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecordedBatch:
-    """A batch, with numbers of samples that were skipped, failed, or were done after their deadline."""
+    """A recorded batch of ``size`` samples; ``expected`` time, ``begin`` and ``end`` are in ns.
+
+    ``passed_over`` samples were skipped, ``failed`` ones failed, and ``late`` ones were done after their deadline.
+    """
 
     worker: str
     number: int
@@ -50,7 +56,11 @@ class RecordedBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SampleFacts:
-    """History of samples outside frontends; ``decided`` by model and request, as slots are reused."""
+    """The history of samples at the scheduler and the workers; times are in ns.
+
+    ``arrived``: when the scheduler received each sample. ``decided``: when it decided, for each (model, request): a
+    list, as slots are reused. ``batches``: the batch of each sample.
+    """
 
     arrived: dict[Sample, int] = field(default_factory=dict)
     decided: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -60,12 +70,12 @@ class SampleFacts:
 
 
 def fate_name(fate: int) -> str:
-    """Return the name of an outcome."""
+    """Return the name of an outcome (`Fate`), in lower case."""
     return Fate(fate).name.lower()
 
 
 def read_batches(name: str, worker: Recorded, known: SampleFacts) -> Iterator[RecordedBatch]:
-    """Yield the batches of a worker, in order, and record which samples ran in each."""
+    """Yield the batches of a worker, in order, and record in ``known`` which samples ran in each."""
     first = 0
     for number, model, expected, begin, end, size in worker["batches"].tolist():
         samples = worker["samples"][first : first + size]
@@ -88,7 +98,7 @@ def read_batches(name: str, worker: Recorded, known: SampleFacts) -> Iterator[Re
 
 
 def learn(known: SampleFacts, scheduler: Recorded) -> None:
-    """Record when samples reached the scheduler, and when it decided."""
+    """Record in ``known`` when samples reached the scheduler, and when it decided about them."""
     events = scheduler["events"]
     for _, moment, model, request, deadline, _ in events[np.isin(events[:, 0], (ARRIVE, AGAIN))].tolist():
         known.arrived.setdefault((model, request, deadline), moment)

@@ -1,15 +1,15 @@
-"""Requests of a timeline: the records of their frontends, with what scheduler and workers know of them.
+"""The requests of a timeline: the records of their frontends, combined with those of scheduler and workers.
 
-A request goes through these phases, as far as it gets:
+The phases of a request; one that is dropped or refused does not reach all of them:
 
     front      its bytes and tensors are read, until a message to the scheduler is sent
-    message    until the scheduler receives it
-    queue      until the policy has decided that it runs, or is dropped
-    device     until the device starts its batch
-    batch      until that has ended
+    message    until the scheduler receives the message
+    queue      until the policy has decided that the request runs, or is dropped
+    device     until the device starts the request's batch
+    batch      until the batch has ended
     answer     until the answer has been passed to the system
 
-With several samples, which may run in several batches, the first start and the last end count.
+If its samples run in several batches, the first start and the last end count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Request:
 
 
 def request_events(trace: TraceEvents, facts: RecordedRun, known: SampleFacts) -> Iterator[Event]:
-    """Yield the events of the requests of all frontends."""
+    """Yield the trace events of the requests of all frontends."""
     numbers = count(1)
     for name, front in facts.of("front").items():
         submitted = _submissions(front)

@@ -17,7 +17,7 @@ def read_token(path: Path) -> str:
     token = content.decode("ascii", errors="replace").strip()
     if len(content) > _MOST_BYTES or not is_token(token):
         raise ServingError(
-            f"{path}: expected a token in one line of ASCII without spaces. Write one; requests must send it."
+            f"{path}: expected a token, one line of ASCII without spaces. Write one; requests must send it."
         )
     return token
 

@@ -1,6 +1,7 @@
 """A server's counts since its start, summed over the reports of its processes.
 
-Counts of processes that have ended are kept, so that no figure ever decreases, except by the last second of a process.
+The counts of ended processes are kept, so that no figure decreases. Only what a process has counted since its last
+report, at most a second before its end, is lost.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class ModelTotals:
 class Totals:
     """Counts of a server since its start.
 
-    ``models``: `ModelTotals` by name. ``cancelled``: requests. ``refused``: connections over the limit.
+    ``models``: `ModelTotals` by name. ``cancelled``: number of requests whose clients disconnected. ``refused``: number
+    of connections over the limit.
     """
 
     def __init__(self) -> None:

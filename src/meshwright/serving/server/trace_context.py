@@ -27,7 +27,7 @@ _draw_bits = random.Random().getrandbits
 
 
 class TraceContext:
-    """The trace of a request, its ``parent`` span, and the server's ``span``; hexadecimal digits each."""
+    """The trace of a request, its ``parent`` span, and the server's own ``span`` in it, as hexadecimal digits."""
 
     __slots__ = ("flags", "parent", "span", "state", "trace")
 
@@ -37,7 +37,7 @@ class TraceContext:
 
     @property
     def response(self) -> bytes:
-        """The value of ``traceresponse``."""
+        """The value of the header ``traceresponse``."""
         return b"00-%b-%b-%02x" % (self.trace, self.span, self.flags)
 
 
@@ -50,7 +50,7 @@ def read_context(parent: bytes, state: bytes = b"") -> TraceContext | None:
 
 
 def read_state(state: str) -> dict[str, str]:
-    """Return the members of a ``tracestate``, in order; empty if any of it is invalid."""
+    """Return the members of a ``tracestate``, in order; an empty dict if any member is invalid."""
     members = [member for each in state.split(",") if (member := each.strip(" \t"))]
     pairs = [_MEMBER.fullmatch(member) for member in members]
     found = {pair[1]: pair[2] for pair in pairs if pair is not None}

@@ -1,4 +1,4 @@
-"""Events of a trace for https://ui.perfetto.dev, one by one, and their text. `report.perfetto` describes the format."""
+"""Make the events of a trace for https://ui.perfetto.dev, and their JSON. `report.perfetto` describes the format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNK = 4096
 
 
 class TraceEvents:
-    """Makes events, and numbers of processes, threads and arrows; moments are given in ns, and written in us."""
+    """Makes events, and numbers processes and threads; times are given in ns, and written in us after ``zero_ns``."""
 
     def __init__(self, zero_ns: int) -> None:
         self._zero_ns = zero_ns
@@ -25,7 +25,7 @@ class TraceEvents:
         self._separator = b""
 
     def text(self, events: Iterator[Event]) -> Iterator[bytes]:
-        """Yield lines of JSON, many at a time."""
+        """Yield the events as JSON, one line each, many lines at a time."""
         lines: list[bytes] = []
         for event in events:
             lines.append(msgspec.json.encode(event))
@@ -36,27 +36,30 @@ class TraceEvents:
             yield self._join(lines)
 
     def process(self, name: str) -> tuple[int, list[Event]]:
-        """Return a new process, shown below earlier ones, and the events that name it."""
+        """Return the number of a new process, shown below earlier ones, and the events that name it."""
         self._pids += 1
         named = metadata_event("process_name", self._pids, name=name)
         return self._pids, [named, metadata_event("process_sort_index", self._pids, sort_index=self._pids)]
 
     def thread(self, pid: int, name: str) -> tuple[int, list[Event]]:
-        """Return a new thread of a process, shown below earlier ones, and the events that name it."""
+        """Return the number of a new thread of a process, shown below earlier ones, and the events that name it."""
         self._tids += 1
         named = metadata_event("thread_name", pid, self._tids, name=name)
         return self._tids, [named, metadata_event("thread_sort_index", pid, self._tids, sort_index=self._tids)]
 
     def span(self, place: tuple[int, int], name: str, kind: str, begin: int, end: int, args: Event) -> Event:
-        """Return a span in a thread (process, thread)."""
+        """Return a span from ``begin`` to ``end`` (ns); ``place`` is (process, thread)."""
         return {**self._event("X", place, name, kind, begin), "dur": (end - begin) / 1e3, "args": args}
 
     def instant(self, place: tuple[int, int], name: str, kind: str, moment: int, args: Event) -> Event:
-        """Return an instant event."""
+        """Return an instant event at ``moment`` (ns); ``place`` is (process, thread)."""
         return {**self._event("i", place, name, kind, moment), "s": "t", "args": args}
 
     def arrow(self, part: str, number: int, place: tuple[int, int], moment: int) -> Event:
-        """Return the start ("s"), middle ("t") or end ("f") of an arrow, at the span of that moment."""
+        """Return the start ("s"), middle ("t") or end ("f") of an arrow, at the span of ``place`` at ``moment`` (ns).
+
+        The parts of an arrow have the same ``number``.
+        """
         event = {**self._event(part, place, "request", "request", moment), "id": number}
         return event if part == "s" else {**event, "bp": "e"}
 

@@ -1,4 +1,4 @@
-"""Values of one input or output, between JSON or binary and the rows of a slab (`tensors` handles whole requests)."""
+"""Convert values of one input or output between JSON or binary data and slots (`tensors` handles whole requests)."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class NotFinite(ServingError):  # noqa: N818 - named after the output's values
 
 
 class InputParameters(msgspec.Struct, gc=False):
-    """Parameters of an input."""
+    """The parameters of an input, as in the protocol."""
 
     binary_data_size: int | None = None
     shared_memory_region: str | None = None
 
 
 class Input(msgspec.Struct, gc=False):
-    """An input in a request."""
+    """An input in a request, before it is checked against the model."""
 
     name: str
     shape: list[int]
@@ -77,7 +77,10 @@ NOT_DECODED = (msgspec.DecodeError, RecursionError, ValueError)
 
 
 class InputPlace:
-    """An input, and its place in each slot."""
+    """An input of a model, and where its values are in each slot: from byte ``offset`` on.
+
+    ``place`` is the input's index; ``rows`` are its bytes in all slots, an array (slots, bytes of a sample).
+    """
 
     def __init__(self, spec: TensorSpec, place: int, offset: int, rows: NDArray[np.uint8]) -> None:
         self.name, self.datatype, self.place, self.offset = spec.name, spec.datatype, place, offset
@@ -129,7 +132,10 @@ class InputPlace:
     def take(
         self, item: Input, parameters: InputParameters, rest: bytes | memoryview, at: int, count: int
     ) -> tuple[bytes | memoryview, int]:
-        """Return the bytes of ``count`` samples, and how many of those after the JSON they use. Raises BadRequest."""
+        """Return the bytes of ``count`` samples, and how many bytes of ``rest`` they use. Raises BadRequest.
+
+        ``rest`` is the binary data after the JSON; the input's data start at ``at``, if it is sent as binary.
+        """
         size = parameters.binary_data_size
         if parameters.shared_memory_region is not None:
             raise self.lies_elsewhere()
@@ -152,7 +158,7 @@ class InputPlace:
         return value, size
 
     def take_raw(self, value: bytes, count: int) -> bytes:
-        """Return binary data of ``count`` samples, if they have the right size. Raises BadRequest."""
+        """Return the binary data of ``count`` samples unchanged. Raises BadRequest if their size is wrong."""
         if len(value) != count * self.sample_bytes:
             raise BadRequest(
                 f"Input {self.name!r} has {len(value)} bytes; expected {count * self.sample_bytes} for {self.datatype} "
@@ -162,12 +168,12 @@ class InputPlace:
         return value
 
     def lies_elsewhere(self) -> BadRequest:
-        """Return the refusal of shared memory."""
+        """Return the error for an input that is in shared memory, which is not supported."""
         return BadRequest(f"Input {self.name!r} is in shared memory, which is not supported; send its data.")
 
     def _check_bytes(self, value: bytes | memoryview) -> None:
         if self.datatype == "BOOL" and np.frombuffer(value, np.uint8).max(initial=0) > 1:
-            raise BadRequest(f"Input {self.name!r} is BOOL and has bytes that are neither 0 nor 1; expected these.")
+            raise BadRequest(f"Input {self.name!r} is BOOL and has bytes other than 0 and 1; expected 0 or 1.")
 
     def _flatten(self, data: msgspec.Raw, count: int, error: Exception) -> list[Any]:
         """Return the values of data that are nested like the shape. Raises BadRequest."""
@@ -206,7 +212,10 @@ class InputPlace:
 
 
 class OutputPlace:
-    """An output, and its place in each slot."""
+    """An output of a model, and where its values are in each slot: from byte ``offset`` on.
+
+    ``size`` is the number of values of a sample; ``rows`` are its bytes in all slots.
+    """
 
     def __init__(self, spec: TensorSpec, offset: int, rows: NDArray[np.uint8], values: NDArray[Any]) -> None:
         self.name, self.datatype, self.offset, self.sample_bytes = spec.name, spec.datatype, offset, spec.num_bytes
@@ -238,7 +247,7 @@ class OutputPlace:
 
 
 def explain(error: Exception, text: bytes | memoryview = b"") -> str:
-    """Return why a string could not be decoded."""
+    """Return a sentence for the client: why the JSON ``text`` of a request could not be decoded."""
     if isinstance(error, msgspec.ValidationError):
         return f"The request does not follow the Open Inference Protocol: {str(error)[: 4 * SHOWN]}."
     if isinstance(error, RecursionError):
@@ -249,9 +258,9 @@ def explain(error: Exception, text: bytes | memoryview = b"") -> str:
 
 
 def shorten(value: Any) -> str:
-    """Return a received value as text, shortened."""
+    """Return a received value as text, of at most `SHOWN` characters."""
     try:
         text = str(value)
     except ValueError:  # an integer of thousands of digits
-        return "an endless number"
+        return "a number of thousands of digits"
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"

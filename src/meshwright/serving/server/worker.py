@@ -1,9 +1,9 @@
 """A worker: it loads the models of a server on one device, and runs the batches that the scheduler sends.
 
-Models that are added later are loaded in a thread besides the batches (`loading`), which are slower meanwhile.
+Models that are added later are loaded in a separate thread (`loading`); batches are slower meanwhile.
 
-Run as ``python -m meshwright.serving.server.worker FOLDER DEVICE``. Ends when its standard input ends. When the
-scheduler has gone, it connects to the next one.
+Run as ``python -m meshwright.serving.server.worker FOLDER DEVICE``; ``FOLDER`` contains deployment.json, and ``DEVICE``
+is a number. Ends when its standard input ends. If the scheduler ends, the worker connects to the next one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Timed:
 
 
 class Worker:
-    """Runs the scheduler's batches on one device. ``held`` are the models that it has at the start."""
+    """Runs the scheduler's batches on one device. ``held`` are the models that are loaded already."""
 
     def __init__(self, folder: Path, device: int, held: list[HeldModel], loader: ModelLoader) -> None:
         self._folder, self._device, self._loader = folder, device, loader
@@ -76,7 +76,7 @@ class Worker:
         self.recording: Recording | None = None
 
     def run(self) -> None:
-        """Serve; reconnect when the scheduler has gone. Ends with SystemExit."""
+        """Run batches until standard input ends, then raise SystemExit; reconnect whenever the scheduler has ended."""
         while True:
             channel = connect(self._folder / "scheduler.sock")
             if channel is None:
@@ -192,7 +192,7 @@ class Worker:
 
 
 def main(arguments: list[str]) -> None:
-    """Load, warm up, and serve until standard input ends."""
+    """Load and warm up all models, then run batches until standard input ends; ``arguments``: FOLDER DEVICE."""
     folder, number = Path(arguments[0]), int(arguments[1])
     deployment = read_deployment(folder / "deployment.json")
     end_after_input()

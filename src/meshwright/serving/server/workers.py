@@ -1,4 +1,4 @@
-"""Workers of a scheduler: those that are connected, and those that have all models and get batches."""
+"""The workers that are connected to a scheduler, and those of them that have all models and get batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PING = -1
 
 
 class Workers:
-    """By device: ``present`` are all that are connected, ``usable`` those that get batches."""
+    """Workers by device: ``present`` are all connected workers, ``usable`` those that get batches."""
 
     def __init__(self, board: Switchboard) -> None:
         self.present: dict[int, WorkerPeer] = {}
@@ -29,7 +29,7 @@ class Workers:
         self._batches = 0
 
     def run(self, worker: WorkerPeer, served: Served, parts: list[Ints], fronts: Fronts, now: int) -> None:
-        """Send a batch to a worker, in parts that it computes one after the other."""
+        """Send a batch to a worker, in parts that the worker computes one after the other."""
         decided = sum(len(part) for part in parts)
         for place, part in enumerate(parts):
             expected = served.table[len(part)]
@@ -42,18 +42,18 @@ class Workers:
                 self._board.listen_for_room(worker.channel)
 
     def ping(self, worker: WorkerPeer) -> None:
-        """Measure the delay to a worker, unless it has been measured often enough."""
+        """Send a message without a batch that measures the delay to a worker, unless enough have been sent."""
         if worker.pings:
             worker.pings -= 1
             with contextlib.suppress(Closed):
                 worker.channel.send(np.array([Kind.RUN, PING, 0, time.monotonic_ns(), 0], np.int64))
 
     def computes(self, model: int) -> bool:
-        """Return whether any worker has a batch of this model."""
+        """Return whether any worker has a batch of a model, given by number."""
         return any(batch.model == model for worker in self.present.values() for batch in worker.batches)
 
     def look_for_stuck(self, now: int, limit_s: float) -> None:
-        """Report workers whose model does not return: they read no messages, so the supervisor kills them."""
+        """Report workers that have computed a batch for too long, at least ``limit_s``; the supervisor kills them."""
         for worker in self.present.values():
             if taken := worker.stuck_ns(now, round(limit_s * 1e9)):
                 reports.report("stuck", worker=worker.device, pid=worker.pid, seconds=taken / 1e9)

@@ -1,4 +1,4 @@
-"""The page of the admin port, which shows the server's state each second: its own files and the common page assets."""
+"""The page of the admin port, which shows the server's state each second, from its own and the common page files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPTS = ("figures.js", "sparklines.js", "dashboard.js")
 
 @cache
 def read_asset(path: str) -> tuple[bytes, bytes] | None:
-    """Return type and content of a file of the page; None for any other path."""
+    """Return content type and bytes of a file of the page; None if ``path`` is not one of its files."""
     match path:
         case "/":
             return _HTML, _read("dashboard.html").encode()

@@ -1,12 +1,12 @@
-"""The models of a worker: real ones, whose batches are computed, and emulated ones, which only take their time.
+"""The models of a worker: torch models, and emulated models, which only wait for the time of a batch.
 
 runnable       the interface: names, types and shapes of a sample's tensors, and running of batches
 emulated       a model that sleeps for the time of a batch, and returns answers that can be checked
 batches        a batch from several slabs: gather, run, scatter; isolate samples that fail
 warming        measure the time of batches of each size
-opening        open a deployment's model as one of these
+opening        open a deployment's model, torch or emulated
 
-torch_model    a torch model from a reference; only this and the following load torch in `serving`
+torch_model    a torch model from a reference; in `serving`, only this module and the following ones load torch
 sources        references: zoo names, shape files, configurations, user functions, exported programs
 programs       exported programs (.pt2)
 hooks          user functions before and after a model

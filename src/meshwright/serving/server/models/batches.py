@@ -1,7 +1,7 @@
 """A batch of requests from slabs: inputs are gathered, the model runs, outputs are scattered.
 
-If the model raises, the batch is halved until the samples that cause it are found: for k of b this takes about k log b
-runs of ever smaller batches. The others are answered as without them.
+If the model raises an exception, the batch is halved until the samples that cause it are found: for k of b samples this
+takes about k log b runs of ever smaller batches. The other samples are answered as usual.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_MESSAGE = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailures:
-    """Places in the batch that have no answer, ascending, and the error of the first of them."""
+    """The samples of a batch that have no answer: their indices, ascending, and the error of the first one."""
 
     places: tuple[int, ...] = ()
     error: str = ""
@@ -33,8 +33,8 @@ class SampleFailures:
 def run_batch(model: Runnable, groups: Sequence[Group]) -> SampleFailures:
     """Compute a batch whose samples are in slots of one or several slabs, and write the outputs there.
 
-    Places count through the groups; slots of samples that fail are unchanged. Raises DeviceLost, but nothing that the
-    model raises.
+    Indices of failed samples count through all groups; their slots are unchanged. Exceptions of the model are caught,
+    except DeviceLost.
     """
     failed: list[tuple[int, str]] = []
     _run_part(model, groups, 0, failed)
@@ -42,7 +42,7 @@ def run_batch(model: Runnable, groups: Sequence[Group]) -> SampleFailures:
 
 
 def gather(groups: Sequence[Group]) -> Arrays:
-    """Return the inputs of a batch, copied to arrays of shape (batch, *that of a sample)."""
+    """Return the inputs of a batch, copied to arrays of shape (batch, *shape of a sample's tensor)."""
     if len(groups) == 1:
         slab, slots = groups[0]
         return [column[slots] for column in slab.inputs]
@@ -100,7 +100,7 @@ def check_answers(model: Runnable, answers: Arrays, count: int) -> None:
     given = [(answer.shape, answer.dtype) for answer in answers]
     if given != promised:
         raise ServingError(
-            f"The model returned {_describe(given)}; expected {_describe(promised)}, as for the batches in its trial. "
+            f"The model returned {_describe(given)}; expected {_describe(promised)}, as when it was loaded and tried. "
             "Serve a model whose output shapes do not depend on values."
         )
 

@@ -1,8 +1,9 @@
 """A model without computation: its batches take the time that the deployment gives, and its answers can be checked.
 
 Requests and answers are transferred as with any model, so that a server and its policies can be tested at the speed of
-devices that are not available. A batch ends l(b) after its start. The system wakes a sleeper about 60 µs late, or 100
-if the processor was idle; each sleep measures this, the next sleep is shortened by it, and the rest is a busy wait.
+devices that are not available. A batch of b samples ends l(b) seconds after its start; l is the deployment's latency.
+The system wakes a sleeping process about 60 µs late, or 100 µs if the processor was idle. Each sleep measures this
+delay, the next sleep is shortened by it, and the rest is a busy wait.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ class EmulatedModel:
         self._late_s = _LATE_S
 
     def run(self, arrays: Arrays) -> Arrays:
-        """Return the echoes after the time of the batch."""
+        """Return the echoes of the inputs, once the time of the batch has passed."""
         end = time.perf_counter() + self._seconds[len(arrays[0])]
         answers = [echo(arrays[place % len(arrays)], output) for place, output in enumerate(self.outputs)]
         self._wait_until(end)
         return answers
 
     def sample(self, count: int) -> Arrays:
-        """Return zeros."""
+        """Return inputs of ``count`` samples, all zeros."""
         return [np.zeros((count, *item.shape), NUMPY_TYPES[item.datatype]) for item in self.inputs]
 
     def _wait_until(self, end: float) -> None:
@@ -72,7 +73,7 @@ class EmulatedModel:
 
 
 def echo(array: NDArray[Any], output: TensorSpec) -> NDArray[Any]:
-    """Return rows of an output: the values of the same row of the input (b, ...), cut or repeated to its size."""
+    """Return an output (b, ...): row i has the values of row i of the input ``array`` (b, ...), cut or repeated."""
     rows = array.reshape(len(array), -1)
     taken = rows[:, np.arange(math.prod(output.shape)) % rows.shape[1]]
     with np.errstate(invalid="ignore", over="ignore"):  # not every number has a counterpart in every type

@@ -17,15 +17,16 @@ Named = list[tuple[str, torch.Tensor]]
 def find_outputs(
     model: str, runs: Mapping[int, Named], given: Sequence[TensorSpec]
 ) -> tuple[tuple[TensorSpec, ...], list[int]]:
-    """Return specs of a sample's outputs, and their places among the tensors of the runs, given by batch size.
+    """Return the specs of a sample's outputs, and their indices among the tensors that the model returned.
 
-    Raises ServingError for a tensor that does not follow the batch, unless ``given`` outputs exclude it.
+    ``runs`` has the returned tensors by batch size; ``given`` are the outputs that the deployment names, if any. Raises
+    ServingError for a tensor whose first dim is not the batch, unless ``given`` leaves it out.
     """
     first = next(iter(runs.values()))
     names = [name for name, _ in first]
     if any([name for name, _ in run] != names for run in runs.values()):
         raise ServingError(
-            f"Model {model!r} returns other tensors for other batch sizes. Return the same for all of them."
+            f"Model {model!r} returns different tensors for different batch sizes. Return the same for all sizes."
         )
     found, strays = dict[int, TensorSpec](), list[str]()
     for place, name in enumerate(names):
@@ -45,16 +46,17 @@ def find_outputs(
         raise ServingError(
             f"Model {model!r}, for batches of {', '.join(map(str, runs))}, returned "
             f"{'; '.join(strays[:_SHOWN]) or 'no tensor with dims'}; expected tensors whose first dim is the batch, "
-            "and whose other dims are constant. Change the model, name the wanted outputs, or choose them "
-            "with postprocess."
+            "and whose other dims are constant. Change the model, name the wanted tensors in the deployment's "
+            "`outputs`, or choose them with postprocess."
         )
     return specs, places
 
 
 def match_specs(model: str, what: str, given: Sequence[TensorSpec], found: Sequence[TensorSpec]) -> list[int]:
-    """Return the place of each given spec among those found: by name, or by position if none of the names is known.
+    """Return the index of each given spec among the found specs: by name, or by position if no name is found.
 
-    Raises ServingError if that is not possible, and if datatypes or shapes differ.
+    ``what`` is ``inputs`` or ``outputs``, for messages. Raises ServingError if specs cannot be matched, and if
+    datatypes or shapes differ.
     """
     places = {item.name: place for place, item in enumerate(found)}
     if all(item.name in places for item in given):
@@ -67,8 +69,8 @@ def match_specs(model: str, what: str, given: Sequence[TensorSpec], found: Seque
         for item, place in zip(given, order, strict=True)
     ):
         raise ServingError(
-            f"Model {model!r} has the {what} {_describe(found)}; the deployment says {_describe(given)}. Name each "
-            "as the model does, or all in this order with other names, with these datatypes and shapes."
+            f"Model {model!r} has the {what} {_describe(found)}; the deployment says {_describe(given)}. Use the "
+            "model's names, or your own names for all of them in the model's order, with its datatypes and shapes."
         )
     return order
 

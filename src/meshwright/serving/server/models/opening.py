@@ -12,9 +12,9 @@ INSTALL = "pip install 'meshwright[torch]'"
 
 
 def open_model(model: ServedModel, device: str = "cpu", num_threads: int = 1) -> Runnable:
-    """Load the model onto a device (``cpu``, ``cuda:0``), or make an emulation if it has no reference.
+    """Load the model onto a device (``cpu``, ``cuda:0``), or return an `EmulatedModel` if it has no reference.
 
-    Raises ServingError, and the errors of reading the model's reference.
+    Operators use ``num_threads`` threads. Raises ServingError, and the errors of reading the model's reference.
     """
     if model.model is None:
         return EmulatedModel(model)

@@ -27,7 +27,10 @@ from meshwright.spec import ServingError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProgram:
-    """A program with example arguments; ``fixed`` is its only batch size, or 0 for sizes up to ``largest``."""
+    """A program to call, with example arguments.
+
+    ``fixed`` is the only batch size that it runs, or 0 if it runs all sizes up to ``largest``.
+    """
 
     call: Callable[..., Any]
     arguments: Arguments
@@ -54,8 +57,8 @@ def load_program(path: Path, device: torch.device) -> ModelProgram:
     }
     if len(sizes) != 1 or "0" in sizes:
         raise ServingError(
-            f"{path}: first dims of its inputs are {', '.join(sorted(sizes)) or 'none'}; expected one size, the batch, "
-            "for all. Export the program with a batch: dynamic_shapes of {0: Dim('batch')} for each input."
+            f"{path}: first dims of its inputs are {', '.join(sorted(sizes)) or 'none'}; expected one size, the batch "
+            "size, for all. Export the program with a batch: dynamic_shapes of {0: Dim('batch')} for each input."
         )
     (size,) = sizes.values()
     args, kwargs = exported.example_inputs or pytree.tree_unflatten(

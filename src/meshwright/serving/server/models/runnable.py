@@ -20,7 +20,10 @@ class DeviceLost(Exception):  # noqa: N818 - not an error of the batch
 
 
 class Runnable(Protocol):
-    """A model: ``inputs`` and ``outputs`` of a sample, and the ``largest`` batch that it can run."""
+    """A model: ``inputs`` and ``outputs`` of one sample, and the ``largest`` batch size that it can run.
+
+    ``platform`` is its kind as the Open Inference Protocol reports it, such as ``torch``.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -30,8 +33,9 @@ class Runnable(Protocol):
     def run(self, arrays: Arrays) -> Arrays:
         """Return the outputs of a batch, in the order of ``outputs``, for its inputs in the order of ``inputs``.
 
-        All are of shape (batch, *that of a sample), in the types of `datatypes.NUMPY_TYPES`. The inputs may be
-        overwritten. Exceptions of the model are raised; DeviceLost if the device can no longer be used.
+        All arrays have the shape (batch, *shape of a sample's tensor) and the types of `datatypes.NUMPY_TYPES`. The
+        inputs may be overwritten. Exceptions of the model are passed on; DeviceLost is raised if the device can no
+        longer be used.
         """
         ...
 

@@ -29,9 +29,9 @@ from meshwright.zoo.references import seeded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A callable for batches, with example ``arguments`` or None.
+    """A loaded model: a callable for batches, with example ``arguments``, or None if there is no example.
 
-    ``fixed`` is its only batch size, or 0 for sizes up to ``largest``.
+    ``fixed`` is the only batch size that it runs, or 0 if it runs all sizes up to ``largest``.
     """
 
     call: Callable[..., Any]
@@ -50,7 +50,7 @@ def load_source(model: ServedModel, device: torch.device) -> Source:
     if reference.endswith(".pt2"):
         if model.sizes:
             raise ServingError(
-                f"Model {model.name!r}: {reference} has its own sizes. Leave {' and '.join(model.sizes)} out."
+                f"Model {model.name!r}: {reference} has its own sizes. Remove {' and '.join(model.sizes)} there."
             )
         program = load_program(Path(reference), device)
         return Source(
@@ -70,7 +70,7 @@ def load_source(model: ServedModel, device: torch.device) -> Source:
 
 
 def zeros_of(specs: tuple[TensorSpec, ...], count: int) -> list[torch.Tensor]:
-    """Return a batch of zeros."""
+    """Return a batch of ``count`` samples of zeros, one tensor per spec."""
     arrays: Arrays = [np.zeros((count, *item.shape), NUMPY_TYPES[item.datatype]) for item in specs]
     return [to_tensor(array, item.datatype) for array, item in zip(arrays, specs, strict=True)]
 

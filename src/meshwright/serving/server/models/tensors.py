@@ -33,7 +33,7 @@ _DATATYPES = {
 
 
 def to_tensor(array: NDArray[Any], datatype: str) -> torch.Tensor:
-    """Return an array as a tensor of the same memory; BF16 is given as uint16."""
+    """Return a tensor that shares an array's memory; arrays of ``datatype`` BF16 are uint16, with the same bits."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if datatype == "BF16" else tensor
 
@@ -57,9 +57,9 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 class Arguments:
-    """Arguments of a call, in which all tensors with dims have a batch dim and can be replaced.
+    """Arguments of a model's call. Their tensors that have dims have a batch dim, and can be replaced (`fill`).
 
-    ``names`` are those of forward's parameters, ``parameter.key`` for nested tensors; ``examples`` are the tensors.
+    ``examples`` are these tensors. ``names`` are their names: forward's parameters, ``parameter.key`` if nested.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[str]) -> None:
@@ -70,13 +70,13 @@ class Arguments:
         self.examples: list[torch.Tensor] = [self._leaves[place] for place in self._places]
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Change the order of the tensors: first the one at place ``order[0]``, and so on."""
+        """Change the order of the tensors: tensor number ``order[i]`` becomes number i."""
         self._places = [self._places[place] for place in order]
         self.names = [self.names[place] for place in order]
         self.examples = [self.examples[place] for place in order]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments with these tensors."""
+        """Return positional and keyword arguments that contain these tensors, given in the order of ``names``."""
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
@@ -85,7 +85,10 @@ class Arguments:
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a model's arguments from the zoo or a hook: a tensor, positional arguments, or keyword arguments."""
+    """Return positional and keyword arguments of a model.
+
+    ``inputs``, from the zoo or a user's function, is a tensor, a tuple or list, or a mapping of keyword arguments.
+    """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
@@ -105,7 +108,7 @@ def parameters_of(module: nn.Module, count: int) -> list[str]:
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a model's result, however nested, with names; other values are skipped."""
+    """Yield (name, tensor) for all tensors in a model's result, also nested ones; other values are skipped."""
     items: Any = ()
     if isinstance(value, torch.Tensor):
         yield name or "output", value

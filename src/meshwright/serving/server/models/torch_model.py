@@ -1,11 +1,11 @@
 """A torch model for a server: it is loaded, tried with batches of a few sizes, and then run on batches of any size.
 
 The tensors of a sample are found by trying: inputs from an example, outputs from batches of 1, 2 and 3 samples. A
-tensor whose first dim follows the batch is an output; one without dims (a loss) is ignored; any other is refused,
-unless the deployment names the wanted outputs.
+tensor whose first dim is always the batch size is an output; a tensor without dims (a loss) is ignored; any other
+tensor is refused, unless the deployment names the wanted outputs.
 
 A sample that a model cannot compute, such as a token beyond its vocabulary, raises an exception on a CPU. On a GPU an
-assertion fails, after which the process can no longer use the device: that is DeviceLost, and the worker must be
+assertion fails, after which the process can no longer use the device: DeviceLost is raised, and the worker must be
 restarted. To serve untrusted tokens on a GPU, check them in `preprocess`.
 """
 
@@ -114,7 +114,7 @@ class TorchModel:
             sizes = ", ".join(f"{name} {len(tensor)}" for name, tensor in zip(names, examples, strict=True))
             raise ServingError(
                 f"Model {model.name!r}: first dims of its inputs are {sizes or 'none'}; expected one size, the batch, "
-                "for all of them. Return such an example."
+                "for all of them. Return example inputs of this form."
             )
         found = tuple(map(spec_of, names, examples))
         if not model.inputs:
@@ -123,7 +123,7 @@ class TorchModel:
         if sorted(order) != list(range(len(found))):
             raise ServingError(
                 f"Model {model.name!r} takes {', '.join(names)}; the deployment's inputs are only "
-                f"{', '.join(item.name for item in model.inputs)}. Give all, or make the others with preprocess."
+                f"{', '.join(item.name for item in model.inputs)}. Give all, or let preprocess make the others."
             )
         self._arguments.reorder(order)
         return model.inputs

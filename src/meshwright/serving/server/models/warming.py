@@ -1,8 +1,8 @@
 """Measure the time of batches of each size: a model is warmed up and timed as its worker will run it.
 
-Sizes are 1, 2, 4, ... and the largest. Each is run twice, the second time on the clock; growing ends after the first
-size that takes longer than an answer may. Then all sizes are timed in turn, so that disturbances of the machine affect
-all of them equally, until there are enough samples or the time is up.
+Sizes are 1, 2, 4, ... and the largest. Each is run twice, and the second run is timed. No larger size is tried after
+one that takes longer than an answer may take. Then all sizes are timed in turn, so that disturbances of the machine
+affect all of them equally, until there are enough samples or the time is up.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def warm_up(
 ) -> tuple[BatchMeasurement, ...]:
     """Time batches of 1, 2, 4, … samples; return median and percentiles of each size.
 
-    ``longest_s``: no larger batch is tried after one that took longer than this. A size for which the model raises an
-    exception (perhaps because memory is exhausted), and all larger ones, are left out. Raises ServingError if it raises
-    for a single sample.
+    ``longest_s``: no larger batch is tried after one that took longer than this. ``budget_s``: seconds for all runs.
+    ``repeats``: runs of each size. A size for which the model raises an exception (perhaps because memory is
+    exhausted), and all larger sizes, are left out. Raises ServingError if the model raises for a single sample.
     """
     begin, largest, size = clock(), model.largest, 1
     samples: dict[int, list[float]] = {}
