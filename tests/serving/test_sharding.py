@@ -52,7 +52,7 @@ def test_a_full_mailbox_takes_no_more():
     box = np.zeros(cells_of_mailbox(2), np.int64)
     send(box, *range(WIDTH))
     send(box, *range(WIDTH))
-    with pytest.raises(RuntimeError, match="a mailbox is full"):
+    with pytest.raises(RuntimeError, match="A mailbox between two parts of the sharded scheduler is full"):
         send(box, *range(WIDTH))
 
 

@@ -1,9 +1,9 @@
-"""Serving under deadlines: policies that batch and place requests, simulated and run from the same source.
+"""Serving under deadlines: policies that batch and place requests, the same for the simulator and the server.
 
 batching      equations of batching and the bounds that follow from them; latencies from a measurement table
 arrivals      arrival times of requests
-counted       the part of a simulation whose requests are counted, and the rates in it
-policies      which requests run together, where and when
+counted       the part of a simulation whose requests are counted, and the request rates in that time
+policies      which requests form a batch, where and when it runs
 simulation    a deployment under a policy, on a virtual clock
 capacity      the number of devices that a deployment needs
 placement     which device holds which models
@@ -13,7 +13,7 @@ sweeps        a deployment with some of its values changed
 server        a server that answers requests under the same policies
 load          a load generator that sends requests at given moments
 
-Names in the table are loaded on first use, so that server processes do not import the simulator.
+Public names are loaded on first use, so that server processes do not import the simulator.
 """
 
 from importlib import import_module

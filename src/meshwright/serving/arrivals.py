@@ -1,7 +1,8 @@
 """Arrival times of requests, drawn beforehand (open loop: no client waits for an answer before it sends again).
 
-Each model has its own generator, seeded by (seed, index of the model, copy): changing one model, the policy or the
-devices leaves the requests of all other models unchanged. Models of Poisson arrivals with equal rates share one.
+Each model has its own random generator, seeded by (seed, index of the model, copy): changing one model, the policy or
+the devices leaves the requests of all other models unchanged. Models of Poisson arrivals with equal rates share one
+generator.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ def mean_rate(arrivals: Arrivals) -> float:
 
 
 def trace_moments(trace: Trace) -> Floats:
-    """Return the moments of a trace (s) as in its file. Raises DocumentError if the file cannot be read."""
+    """Return the arrival times (s) in a trace's file, ascending. Raises DocumentError if it cannot be read."""
     return _read_trace(trace.file)
 
 
 def draw_arrivals(
     models: Sequence[ServedModel], seconds: float, *, seed: int = 0, scale: float = 1.0
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the moments (ns, ascending) of all requests within some seconds, and the model index of each request.
+    """Return the arrival times (ns, ascending) of all requests within ``seconds``, and the model index of each request.
 
-    Copies of a model have an index each. ``scale`` multiplies all rates; traces are played faster by it. Raises
-    ServingError for too many requests, or if they do not fit into memory.
+    Each copy of a model has its own index. ``scale`` multiplies all rates; traces are played faster by this factor.
+    Raises ServingError for too many requests, or if they do not fit into memory.
     """
     if not (0 < seconds < math.inf and 0 <= scale < math.inf):
         raise ServingError(
-            f"Got {seconds:g} s at {scale:g} times the rates; expected more than 0 s and a scale of at least 0."
+            f"Got a time of {seconds:g} s and a scale of {scale:g}; expected more than 0 s and a scale of at least 0."
         )
     expected = sum(_expected(model.arrivals, seconds, scale) * model.copies for model in models)
     if expected > MOST_REQUESTS:

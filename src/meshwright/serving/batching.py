@@ -1,18 +1,19 @@
 """Equations of batching under deadlines, and their bounds; latencies from a table (`take_latencies`).
 
-The equations give rates for given devices, and devices for given rates. With l(b) = α b + β, or lines between measured
-sizes, the latency of a batch, L the SLO and N devices,
+The equations give rates for given devices, and devices for given rates. l(b) is the latency of a batch of b requests,
+α b + β or interpolated linearly between measured sizes; L is the SLO, N the number of devices, r the request rate.
 
     throughput       N b / l(b)                 `throughput`
-    uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
+    uncoordinated    2 l(b) ≤ L                 a request that just misses a batch waits for all of it (Nexus)
     staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N
-                     or b = 1 and l(1) ≤ L      a single request waits for no other
-    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, for both equations; or b = 1
+                     or b = 1 and l(1) ≤ L      a single request waits for no other request
+    for N < 1        l(b) + b / r ≤ L           waiting for b requests at rate r, for both equations; or b = 1
 
-Models that share devices each take a number of devices that need not be whole, N = r l(b) / b (`devices_for`); the
-devices can serve all of them if the sum of these is at most the number of devices (`bound_scale`).
+Each of several models that share devices needs a fractional number of devices, N = r l(b) / b (`devices_for`). The
+devices can serve all models if the sum is at most the number of devices (`bound_scale`).
 
-Sources: Nexus (SOSP 2019, section 4.1) for the first two; Symphony (arXiv 2308.07470, section 3) for the third.
+Sources: Nexus (SOSP 2019, section 4.1) for throughput and the uncoordinated equation; Symphony (arXiv 2308.07470,
+section 3) for the staggered equation.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from meshwright.spec import Deployment, Latency, Measurements, ServedModel, Serv
 # (`meshwright measure MODEL --batches`), found by name (`spec.name_model`): the reference as it was typed, or another
 # path to the same file.
 def take_latencies(deployment: Deployment, table: Measurements) -> Deployment:
-    """Return the deployment with latencies for the models that lack one.
+    """Return the deployment with measured latencies from ``table`` for the models that have no latency.
 
-    Raises ServingError if the table lacks one of them, and if all models have a latency already.
+    Raises ServingError if the table lacks one of these models, and if all models have a latency already.
     """
     if all(model.latency is not None for model in deployment.models):
         raise ServingError("All models of the deployment have a latency already; the measurements are not needed.")
@@ -66,12 +67,12 @@ Equation = Literal["staggered", "uncoordinated"]
 
 
 def throughput(latency: Latency, batch: int, num_devices: float = 1.0) -> float:
-    """Return the requests per second of devices that compute only batches of this size."""
+    """Return the requests per second of ``num_devices`` devices that compute only batches of size ``batch``."""
     return num_devices * batch / latency.of(batch)
 
 
 def largest_batch(latency: Latency, seconds: float) -> int:
-    """Return the largest batch that takes at most this long; 0 if a batch of one takes longer."""
+    """Return the size of the largest batch that takes at most ``seconds``; 0 if a batch of one takes longer."""
     if latency.of(1) > seconds:
         return 0
     low, high = 1, latency.largest
@@ -82,13 +83,19 @@ def largest_batch(latency: Latency, seconds: float) -> int:
 
 
 def best_batch(latency: Latency, most: int) -> int:
-    """Return the size up to ``most`` with the highest throughput: ``most`` for a line, but not always for points."""
+    """Return the batch size up to ``most`` with the highest throughput.
+
+    This is ``most`` for a latency α b + β, but not always for a latency given by points.
+    """
     sizes = [most, *(size for size, _ in latency.points if size < most)]
     return max(sizes, key=lambda size: throughput(latency, size))
 
 
 def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation = "staggered") -> float:
-    """Return how many devices a model needs for its rate, not rounded; infinite if no number suffices."""
+    """Return the number of devices that a model needs for ``rate`` requests per second, by an equation of this module.
+
+    The number is not rounded; it is infinite if no number of devices suffices.
+    """
     if rate == 0:
         return 0.0
     low, high = 1, largest_batch(latency, slo_s / 2 if equation == "uncoordinated" else slo_s)
@@ -113,9 +120,9 @@ def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation 
 def bound_scale(
     models: Sequence[ServedModel], rates: Sequence[float], num_devices: int, equation: Equation = "staggered"
 ) -> float:
-    """Return the highest factor on all rates at which devices that hold all models still serve them, by an equation.
+    """Return the highest factor on all rates at which the devices can serve all models, by an equation.
 
-    ``rates`` are those of one copy of each model. Infinite if nothing arrives.
+    Each device holds all models. ``rates``: requests per second of one copy of each model. Infinite if all rates are 0.
     """
     if not any(rates):
         return math.inf
@@ -137,7 +144,7 @@ def bound_scale(
 
 
 def batch_nanoseconds(latency: Latency, slo_s: float) -> NDArray[np.int64]:
-    """Return the time (ns) of each batch size, from 0 (unused) to the largest that takes at most the SLO."""
+    """Return the time (ns) of each batch size, from 0 (unused) to the largest size that takes at most ``slo_s``."""
     sizes = np.arange(latency.largest + 1)
     if latency.points:
         seconds = np.array([latency.of(size) for size in sizes.tolist()])

@@ -1,8 +1,9 @@
 """Capacity planning: the fewest devices with which a policy answers enough of every model's requests in time.
 
-Found by simulation. The search starts at the number of devices that the staggered equation gives and doubles it until
-it suffices, or until some devices never get a batch; then it halves the interval. The result is confirmed by a
-simulation with one device fewer. Devices hold all models, or those that a placement gives them (`placement`).
+The number is found by simulation. The search starts at the number of devices that the staggered equation gives and
+doubles it until it suffices, or until some devices never get a batch; then it halves the interval. The result is
+confirmed by a simulation with one device fewer. Devices hold all models, or those that a placement assigns to them
+(`placement`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _ENOUGH_TO_TELL = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Capacity:
-    """The number of ``devices`` that suffices, with its ``result``.
+    """The fewest ``devices`` that suffice, with the ``result`` of their simulation.
 
-    ``fewer`` is the result of one device fewer, None if impossible. ``staggered`` and ``uncoordinated`` are the numbers
-    of devices by the equations; they need not be whole.
+    ``fewer`` is the result with one device fewer, None if the deployment cannot have fewer. ``staggered`` and
+    ``uncoordinated`` are the fractional numbers of devices by these equations of `batching`.
     """
 
     devices: int
@@ -50,12 +51,12 @@ def find_capacity(
     warm_up_s: float = 1.0,
     place: Callable[[Deployment], Deployment] | None = None,
 ) -> Capacity:
-    """Return the fewest devices with which each model has this share of its requests in time.
+    """Return the fewest devices with which each model answers at least a share ``in_time`` of its requests in time.
 
-    The deployment's own number of devices is ignored. ``place`` assigns groups to a deployment with a given number of
+    ``seconds`` are simulated for each number of devices, after ``warm_up_s``; ``scale`` multiplies all rates. The
+    deployment's own number of devices is ignored. ``place`` assigns groups to a deployment with a given number of
     devices. Raises ServingError if no number of devices suffices (for example because delay and slack exceed the SLO),
-    if the deployment has groups of its own or scales, if no request is counted, and for less than one period of diurnal
-    arrivals.
+    if the deployment has groups or scaling, if no request is counted, and for less than one period of diurnal arrivals.
     """
     if deployment.groups:
         raise ServingError(

@@ -1,7 +1,7 @@
-"""The counted time of a simulation and the rates in it. Traces end, and diurnal arrivals start with quiet hours.
+"""The counted time of a simulation, and the request rates in it. Results are about requests of the counted time only.
 
-Requests are counted from the end of the warm-up on. If all of them come from traces, the counted time ends with the
-last request of these, and a warm-up of more than nine tenths of that time is reduced to one tenth.
+The counted time starts at the end of the warm-up. If all requests come from traces, it ends with the last request of
+these traces, and a warm-up of more than nine tenths of that time is reduced to one tenth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WHOLE = 0.99
 def counted_time(
     models: Sequence[ServedModel], seconds: float, warm_up_s: float = 0.0, scale: float = 1.0
 ) -> tuple[float, float]:
-    """Return start and end (s) of the counted time, for ``seconds`` after a warm-up."""
+    """Return start and end (s) of the counted time of a simulation of ``seconds`` after a warm-up."""
     whole = warm_up_s + seconds
     coming = [model.arrivals for model in models if scale > 0 and mean_rate(model.arrivals) > 0]
     ends = [
@@ -34,7 +34,7 @@ def counted_time(
 
 
 def rates_within(models: Sequence[ServedModel], begin: float, end: float, scale: float = 1.0) -> list[float]:
-    """Return the mean requests per second of one copy of each model between two moments (s), times ``scale``."""
+    """Return the mean requests per second of one copy of each model from ``begin`` to ``end`` (s), times ``scale``."""
     return [_rate_within(model.arrivals, begin, end, scale) if scale > 0 else 0.0 for model in models]
 
 
@@ -70,7 +70,7 @@ def describe_traces(models: Sequence[ServedModel], seconds: float, scale: float 
                 "all of them."
             )
         elif last < _WHOLE * seconds:
-            what = "the results are about this time" if last == end else "no request for its model arrives afterwards"
+            what = "the results are for this time" if last == end else "no request for its model arrives afterwards"
             told.append(f"{file}: it ends at {last:.4g} s, and {seconds:g} s are simulated; {what}.")
     return list(dict.fromkeys(told))
 
@@ -95,6 +95,6 @@ def refuse_part_of_wave(models: Sequence[ServedModel], seconds: float) -> None:
         if isinstance(wave, Diurnal) and wave.high > wave.low and seconds < wave.period:
             raise ServingError(
                 f"Model {model.name!r}: its rate varies with a period of {wave.period:g} s, but only {seconds:g} s, "
-                "starting at the lowest rate, would be simulated. The result would hold for these alone. "
+                "starting at the lowest rate, would be simulated. The result would hold for these seconds alone. "
                 f"Simulate a whole period (--seconds {math.ceil(wave.period)}), or shorten the period."
             )

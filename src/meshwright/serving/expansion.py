@@ -1,4 +1,4 @@
-"""Expand a deployment (`expand_deployment`): queries and trunks become plain models, which the other modules handle."""
+"""Replace the queries and trunks of a deployment by plain models (`expand_deployment`), which other modules handle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def share_trunk(trunk: Trunk) -> ServedModel:
 
 
 def devices_shared(trunk: Trunk, equation: Equation = "staggered") -> tuple[float, float]:
-    """Return the devices that the heads need together, and with separate trunks; infinite if no number suffices."""
+    """Return the devices that the heads need with one shared trunk, and with a separate trunk for each head.
+
+    The numbers are not rounded; they are infinite if no number of devices suffices.
+    """
     return (
         devices_for(shared_latency(trunk), trunk.slo, _total_rate(trunk), equation),
         math.fsum(
@@ -111,10 +114,11 @@ def split_time(
     scale: float = 1.0,
     overhead_s: float = 0.0,
 ) -> dict[str, float]:
-    """Return the seconds of each call such that ``scale`` times the query's rate needs the fewest devices.
+    """Divide a query's SLO among its calls so that it needs the fewest devices; return the seconds by name of call.
 
-    ``overhead_s`` is the part of each call's time without computation: delay and slack. Spare time is spread over the
-    calls in proportion to their needs. Raises ServingError if no split leaves each call enough time for a batch of one.
+    The query's rate is multiplied by ``scale``. ``overhead_s`` is the part of each call's time without computation:
+    delay and slack. ``segments`` is the resolution of the split. Spare time is spread over the calls in proportion to
+    the time that they need. Raises ServingError if no split leaves each call enough time for a batch of one.
     """
     rates, after = call_rates(query), _calls_after(query)
     fewest: dict[str, list[float]] = {}
@@ -160,9 +164,10 @@ def _spread(query: Query, needed: Mapping[str, int], segments: int) -> dict[str,
 
 
 def split_evenly(query: Query) -> dict[str, float]:
-    """Return the seconds of each call: the rest of the SLO, divided by the number of calls on its longest path down.
+    """Divide a query's SLO evenly, as in the baseline of Nexus; return the seconds by name of call.
 
-    This is the baseline of Nexus.
+    A call gets the SLO less the time of the calls before it, divided by the number of calls on the longest path from it
+    on.
     """
     after, longest = _calls_after(query), dict[str, int]()
     for call in reversed(query.calls):
@@ -182,7 +187,10 @@ def devices_of(
     scale: float = 1.0,
     overhead_s: float = 0.0,
 ) -> float:
-    """Return the devices that the calls of a query need with these times; infinite if a time cannot be met."""
+    """Return the devices that the calls of a query need; infinite if a time cannot be met.
+
+    ``times`` are the seconds of each call, of which ``overhead_s`` are without computation. The number is not rounded.
+    """
     rates = call_rates(query)
     return math.fsum(
         _need(call, times[call.name] - overhead_s, rates[call.name] * scale, equation) for call in query.calls
@@ -190,7 +198,7 @@ def devices_of(
 
 
 def call_rates(query: Query) -> dict[str, float]:
-    """Return the requests per second of each call."""
+    """Return the requests per second of each call of a query, by name of call."""
     rates = dict[str, float]()
     for call in query.calls:
         rates[call.name] = query.rate if call.after is None else rates[call.after] * call.fan_out
@@ -198,11 +206,11 @@ def call_rates(query: Query) -> dict[str, float]:
 
 
 def expand_queries(deployment: Deployment, scale: float = 1.0) -> Deployment:
-    """Return the deployment with a model query.call for each call of its queries; its SLO is the call's time.
+    """Return the deployment with a model QUERY.CALL for each call of its queries; the model's SLO is the call's time.
 
-    The time is divided for ``scale`` times the rates; the models' rates are not scaled. Requests for each model arrive
-    independently. In reality, those of one query arrive together when the call before them ends, which gives larger
-    batches and more bursts.
+    Each query's SLO is divided among its calls as is best for ``scale`` times its rate (`split_time`); the rates of the
+    models are not scaled. Requests for each model arrive independently. In reality, requests of one query arrive
+    together when the call before them ends, which gives larger batches and more bursts.
     """
     if not deployment.queries:
         return deployment
@@ -235,6 +243,6 @@ def _calls_after(query: Query) -> dict[str, Sequence[ModelCall]]:
 def expand_deployment(deployment: Deployment, scale: float = 1.0) -> Deployment:
     """Return the deployment with models in place of queries and trunks (`expand_queries`, `expand_trunks`).
 
-    Queries divide their time as is best at ``scale`` times their rates; the models' rates are not scaled.
+    The SLO of a query is divided as is best for ``scale`` times its rate; the rates of the models are not scaled.
     """
     return expand_trunks(expand_queries(deployment, scale))

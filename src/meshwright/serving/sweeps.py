@@ -28,9 +28,10 @@ _MOST = {"seed": 2**31, "scale": 1e6}
 def sweep_deployment(
     parameters: Sequence[Parameter], deployment: Deployment, seconds: float, *, seed: int = 0, scale: float = 1.0
 ) -> Sweep:
-    """Simulate every combination; the last parameter changes fastest. An invalid case has an ``error`` in its row.
+    """Simulate every combination of the parameters' values; return a row for each.
 
-    Raises ServingError for too many cases, a parameter given twice, and if every case is invalid.
+    The last parameter changes fastest. The row of an invalid combination has an ``error``. Raises ServingError for too
+    many combinations, for a parameter that is given twice, and if every combination is invalid.
     """
     count = 1
     for parameter in parameters:
@@ -38,7 +39,7 @@ def sweep_deployment(
     names = [parameter.name for parameter in parameters]
     if not 1 <= count <= MAX_CASES or len(set(names)) < len(names):
         raise ServingError(
-            f"Got {count} cases of {', '.join(names)}; expected 1 to {MAX_CASES}, and each parameter once."
+            f"Got {count} combinations of {', '.join(names)}; expected 1 to {MAX_CASES}, and each parameter once."
         )
     rows = []
     errors = list[MeshwrightError]()

@@ -138,7 +138,7 @@ def test_a_port_that_speaks_something_else(load):
         code, out, err = load(stub.url, "--rate", 1)
     assert (code, out) == (1, "")
     assert "does not speak HTTP/1.1" in err
-    assert "gRPC has a port of its own" in err
+    assert "gRPC has a separate port" in err
     assert err.isprintable()
 
 

@@ -1,7 +1,7 @@
 """Load generator: requests of the Open Inference Protocol, sent at moments that are drawn beforehand (open loop).
 
 target      the server (address, models and their inputs), and which models get requests, when, with which deadlines
-bodies      requests as bytes, made before the first is sent
+bodies      requests as bytes, made before the first request is sent
 responses   responses as bytes: checked for completeness and matched to requests
 loop        sends and receives in one process
 load_run    a whole run, in several processes

@@ -1,12 +1,12 @@
-"""Requests as bytes, made before the first is sent: sending one takes only writing its id into them and a system call.
+"""Requests as bytes, made in advance: to send one, only its id and timeout are written into the bytes.
 
     POST /v2/models/NAME/infer
     {"id": "0000000042", "parameters": {"timeout": 50000}, "inputs": [{"name", "shape", "datatype", "data"}, ...]}
 
-``timeout`` (Triton's, in microseconds) is the time that is left until the deadline when the request is sent: it counts
-from the request's moment, and a late sender leaves a server less time. In binary requests (Triton's binary tensor data
-extension) the values follow the JSON, whose length a header states, and the answer is requested in the same format.
-Values are drawn from (seed, model, number of the body).
+``timeout`` (Triton's, in microseconds) is the time that is left until the deadline when the request is sent. The
+deadline counts from the moment at which the request is due to be sent, so that a late sender leaves the server less
+time. In binary requests (Triton's binary tensor data extension) the values follow the JSON, whose length a header
+states, and the answer is requested in the same format. Values are drawn from (seed, model, number of the body).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _REAL = {"FP16": np.float16, "BF16": np.float32, "FP32": np.float32, "FP64": np.
 
 
 class RequestBytes:
-    """A request as bytes, head and body; its id is at ``id_place``, its timeout, if it has one, at ``timeout_place``.
+    """A request as bytes, head and body.
 
-    ``timeout_us`` is the timeout of a request that is sent exactly at its moment (`tell_timeout`).
+    Its id starts at the byte ``id_place``, its timeout at ``timeout_place`` (0: no timeout). ``timeout_us`` is the
+    timeout of a request that is sent exactly when it is due (`tell_timeout`).
     """
 
     __slots__ = ("content", "id_place", "timeout_place", "timeout_us")
@@ -57,7 +58,7 @@ class RequestBytes:
         return RequestBytes, (self.content, self.id_place, self.timeout_place, self.timeout_us)
 
     def tell_timeout(self, late_ns: int) -> None:
-        """Write the rest of the timeout, ``late_ns`` after the request's moment; at least a microsecond."""
+        """Write the timeout of a request that is sent ``late_ns`` after it was due: what is left, at least 1 us."""
         if self.timeout_place:
             left = max(self.timeout_us - late_ns // 1000, 1)
             self.content[self.timeout_place : self.timeout_place + TIMEOUT_PLACES] = b"%*d" % (TIMEOUT_PLACES, left)
@@ -72,9 +73,10 @@ def build_requests(
     binary: bool = False,
     seed: int = 0,
 ) -> list[list[RequestBytes]]:
-    """Return some requests for each model with different values. Raises ServingError for inputs that cannot be made.
+    """Return some requests for each model, which differ in their values.
 
-    ``parameters`` are those of each model's requests, ``rows`` the number of samples in one.
+    ``parameters`` of each model's requests are sent in them; ``rows`` is the number of samples in a request. Raises
+    ServingError for inputs that cannot be made.
     """
     requests: list[list[RequestBytes]] = []
     num_bytes = 0
@@ -97,10 +99,10 @@ def build_requests(
 def draw_inputs(
     model: ModelSignature, rows: int, *, seed: int = 0, place: int = 0, number: int = 0
 ) -> dict[str, NDArray[Any]]:
-    """Return the values of a model's ``number``-th body by tensor; ``place`` is the model's index among all.
+    """Return the values of the body with a given ``number``, by input; ``place`` is the index of the model.
 
-    Real numbers are normal with four decimals, so that JSON and binary requests have the same values. Raises
-    ServingError.
+    Real numbers are normally distributed, with four decimals, so that JSON and binary requests have the same values.
+    Raises ServingError for inputs that cannot be made.
     """
     rng = np.random.default_rng([seed, place, number])
     return {tensor.name: _draw(model.name, tensor, rows, rng) for tensor in model.inputs}
@@ -129,7 +131,10 @@ def _draw(model: str, tensor: TensorMetadata, rows: int, rng: np.random.Generato
 
 
 def input_shape(model: str, tensor: TensorMetadata, rows: int) -> tuple[int, ...]:
-    """Return the shape of an input of ``rows`` samples; other open sizes get a fixed size. Raises ServingError."""
+    """Return the shape of an input of ``rows`` samples; other open sizes (-1) become 16.
+
+    Raises ServingError for several rows if the input has no batch dim.
+    """
     if not tensor.shape or tensor.shape[0] != -1:
         if rows != 1:
             raise ServingError(

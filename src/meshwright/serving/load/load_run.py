@@ -41,7 +41,7 @@ Tell = Callable[[int, int], None]
 
 
 def run_here(job: LoadJob, tell: Tell | None) -> RequestRecords:
-    """Run a job in this process."""
+    """Run a job in this process; ``tell(sent, done)`` is called with the progress."""
     loop = Loop(job)
     try:
         loop.connect()
@@ -53,9 +53,9 @@ def run_here(job: LoadJob, tell: Tell | None) -> RequestRecords:
 # Requests are assigned in turn, and their records are merged. The clocks of all processes agree (`time.perf_counter_ns`
 # counts from the start of the machine). No process outlives the call.
 def run_in_processes(job: LoadJob, count: int, tell: Tell | None) -> RequestRecords:
-    """Run a job in ``count`` new processes. Raises ServingError if one of them fails.
+    """Run a job in ``count`` new processes; ``tell(sent, done)`` is called with the progress.
 
-    Ctrl-C ends them early.
+    Ctrl-C ends the run early. Raises ServingError if one of the processes fails.
     """
     spawn = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
@@ -215,22 +215,22 @@ def run_load(
 
     Args:
         url: The server's address, ``http://host:port``.
-        streams: Which requests, and when.
+        streams: Which models get requests, when, and with which deadlines.
         seconds: Duration; a ramp of ``ramp_s``, in which rates grow from 0, precedes it and is not counted.
         seed: Other seeds draw other moments and values.
         scale: All rates are multiplied by this.
         ramp_s: See ``seconds``.
         rows: Samples in a request.
         binary: Send values in Triton's binary format instead of JSON.
-        connections: The most that are open at a time; a request that finds none idle waits for one.
-        processes: Sending processes; with more than one, or with ``events``, separate processes send.
-        grace_s: How long answers are waited for after the last request, besides twice the longest deadline.
+        connections: Largest number of open connections; a request that finds no idle connection waits for one.
+        processes: Number of processes that send. With 1 and without ``events``, the calling process sends.
+        grace_s: Seconds to wait for answers after the last request, in addition to twice the longest deadline.
         token: Sent as a bearer token.
         check: Returns whether an answer is right, given the model, the number of the body (`draw_inputs`) and the
-            answer; its time is lost for sending. Must be picklable with several processes.
+            answer; nothing is sent while it runs. Must be picklable with several processes.
         events: Receives the progress: how many requests are done.
 
-    Raises ServingError if the server cannot be reached, lacks one of the models, or an argument is out of range.
+    Raises ServingError if the server cannot be reached or lacks one of the models, and if an argument is out of range.
     """
     _check("A load", seconds=(1e-3, seconds, 1e6), ramp_s=(0.0, ramp_s, 1e6), grace_s=(0.0, grace_s, 1e4))
     _check("A load", rows=(1, rows, MOST_ROWS), processes=(1, processes, MOST_PROCESSES))

@@ -1,13 +1,14 @@
 """Send requests at their moments and receive answers, in one process without threads.
 
-A turn of the loop sends everything that is due, waits for the next moment or an answer, and reads what has arrived. A
-request that finds no idle connection waits for one, and its latency still counts from its moment. The most recently
-used connections are used first, each with at most one request at a time.
+A request's moment is the time at which it is due to be sent. A turn of the loop sends all requests that are due, waits
+for the next moment or an answer, and reads what has arrived. A request that finds no idle connection waits for one, and
+its latency still counts from its moment. The most recently used connections are used first, each with at most one
+request at a time.
 
-Waiting is select(2) on the selector's own descriptor, with timeouts in microseconds; those of epoll_wait(2) are
-milliseconds. The kernel adds 50 microseconds (prctl(2), PR_SET_TIMERSLACK). Falling asleep and waking up takes more
-processor time (24 microseconds on a virtual machine) than a request (10), so that with dense requests one turn serves
-those of a fifth of a millisecond.
+The loop waits by select(2) on the selector's descriptor, whose timeouts are in microseconds; those of epoll_wait(2) are
+in milliseconds. The kernel adds 50 microseconds (prctl(2), PR_SET_TIMERSLACK). To fall asleep and wake up takes more
+processor time (24 microseconds on a virtual machine) than a request (10). Therefore, with dense requests, one turn
+serves all requests of a fifth of a millisecond.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ _STOP_GRACE_NS = _NS
 
 
 class Loop:
-    """Sends requests at their moments and receives the answers: call `connect`, then `run`, then `close`."""
+    """Sends the requests of a job at their moments and receives the answers: call `connect`, then `run`, then `close`.
+
+    If data arrive from ``stop`` (a connection of `multiprocessing`), the loop ends early.
+    """
 
     def __init__(self, job: LoadJob, stop: Any = None) -> None:
         count = len(job.moments)
@@ -92,7 +96,7 @@ class Loop:
         self._latency: Any = latency.data
 
     def connect(self) -> None:
-        """Open the connections that should exist at the start. Raises ServingError if none can be opened."""
+        """Open the connections that the job needs at its start. Raises ServingError if none can be opened."""
         until = time.perf_counter() + _CONNECT_S
         wanted = min(self._job.at_first, self._most)
         while len(self._idle) < wanted and time.perf_counter() < until and not self._again_ns:
@@ -106,9 +110,10 @@ class Loop:
         self._again_ns = self._pause_ns = 0
 
     def run(self, begin_ns: int, tell: Callable[[int, int], None] | None = None) -> RequestRecords:
-        """Send all requests, from ``begin_ns`` of `time.perf_counter_ns` on; call ``tell(sent, done)`` now and then.
+        """Send all requests, receive the answers, and return the records of all requests.
 
-        Ctrl-C, or data from ``stop``, ends it early: requests under way have one more second.
+        Moments count from ``begin_ns``, a time of `time.perf_counter_ns`. ``tell(sent, done)`` is called four times a
+        second. Ctrl-C, or data from ``stop``, ends the run early; then answers are waited for one more second.
         """
         self._moments = (self._job.moments + begin_ns).data
         self._count = self._num_left = len(self._moments)
@@ -401,7 +406,7 @@ class Loop:
 
 
 class ClientConnection:
-    """A connection with at most one request under way; see the module's docstring."""
+    """A connection to the server, with at most one request under way; ``number`` is its request, or -1."""
 
     __slots__ = ("buffer", "is_open", "number", "receive", "request_id", "rest", "send", "socket")
 

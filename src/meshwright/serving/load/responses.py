@@ -1,7 +1,7 @@
 """Responses as bytes: parse them, match them to requests, and decode their tensors.
 
-An answer of status 200 belongs to a request if its ``id`` is the request's. The caller looks for that id in the bytes,
-and parses JSON only if it is not found.
+An answer of status 200 belongs to a request if both have the same ``id``. The caller looks for this id in the answer's
+bytes, and parses the JSON only if the id is not found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IN_JSON: dict[str, Any] = {**NUMPY_TYPES, "BF16": np.float32, "BYTES": object}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMetadata:
-    """Name, datatype and shape from a server's metadata; -1 is an open size."""
+    """Name, datatype and shape of an input or output, from a server's metadata; a size of -1 is open."""
 
     name: str
     datatype: str
@@ -34,9 +34,10 @@ class TensorMetadata:
 
 
 class ResponseHead(NamedTuple):
-    """Status line and headers: ``length`` is -1 if the end of the connection ends the body.
+    """Status and headers of a response.
 
-    ``json_length`` is the number of bytes of JSON in the body, if binary data follows.
+    ``length`` is the length of the body in bytes, -1 if the body ends with the connection. ``json_length`` is the
+    number of bytes of JSON in the body if binary data follow, else None. ``closes``: the server closes the connection.
     """
 
     status: int
@@ -47,7 +48,7 @@ class ResponseHead(NamedTuple):
 
 
 class Response(NamedTuple):
-    """A whole response."""
+    """A complete HTTP response."""
 
     head: ResponseHead
     body: bytes
@@ -63,7 +64,10 @@ class MalformedError(Exception):
 
 
 def read_answer(data: bytes, *, ended: bool = False) -> Response | None:
-    """Return the response in these bytes; None if it is incomplete. Raises MalformedError, also for more than one."""
+    """Return the response in ``data``; None if it is incomplete.
+
+    ``ended``: the connection has ended after these bytes. Raises MalformedError, also for more than one response.
+    """
     end = data.find(b"\r\n\r\n")
     if end < 0:
         if len(data) > _MOST_HEAD_BYTES or data[:7] != b"HTTP/1."[: len(data)]:
@@ -154,7 +158,7 @@ def _join_chunks(data: bytes, place: int) -> bytes | None:
 
 
 def is_for_another(answer: Response, request_id: str) -> bool:
-    """Return whether an answer of status 200 without the expected id has another one. If not, it is malformed."""
+    """Return whether an answer of status 200 has another id than ``request_id``; without any id it is malformed."""
     try:
         found = json.loads(answer.text)["id"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -163,7 +167,7 @@ def is_for_another(answer: Response, request_id: str) -> bool:
 
 
 def reason_of(body: bytes) -> str:
-    """Return why an answer is not of status 200: its ``error``, or the start of its body."""
+    """Return the reason in the body of an error answer: its ``error``, or else the start of the body."""
     try:
         text = str(json.loads(body)["error"])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -172,14 +176,14 @@ def reason_of(body: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """Shorten a string from outside, and remove characters that control a terminal."""
+    """Return a received string shortened to 300 characters, without characters that control a terminal."""
     words = "".join(sign if sign.isprintable() else " " for sign in text).split()
     shown = " ".join(words)
     return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
 
 
 def decode_outputs(answer: Response) -> dict[str, NDArray[Any]]:
-    """Return the tensors of an answer by name, from JSON or binary data. Raises ValueError for an invalid one."""
+    """Return the tensors of an answer by name, from JSON or binary data. Raises ValueError for an invalid answer."""
     try:
         outputs, place, found = json.loads(answer.text)["outputs"], len(answer.text), {}
         for output in outputs:

@@ -1,14 +1,15 @@
-"""Outcomes of the requests of a load, as figures (`sum_up`), from the records of sending processes (`LoadJob`).
+"""Outcomes of the requests of a load: records of the sending processes, and the figures computed from them (`sum_up`).
 
     in time       answered with 200 within the deadline, counted from the moment at which the request was due to be sent
-    late          answered with 200 after it
+    late          answered with 200 after the deadline
     rejected      answered with 503
     failed        the connection was lost, or could not be opened
-    malformed     the answer is not an HTTP response, or not one of the protocol
-    wrong         the answer to another request, or one that failed a check
+    malformed     the answer is not an HTTP response, or does not follow the Open Inference Protocol
+    wrong         the answer belongs to another request, or failed a check
     unanswered    no answer arrived by the end
 
-Latencies are those of answers with 200. Lateness is that of the sender itself, for requests that found a connection.
+Latencies are of answers with 200, from the moment at which the request was due to be sent. Lateness is how late the
+sender itself sent requests that found an idle connection.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Check = Callable[[str, int, Response], bool]
 
 
 class UnansweredReason(enum.IntEnum):
-    """Outcome of a request without an HTTP status; stored in place of the status."""
+    """Outcome of a request that got no valid answer, stored in place of an HTTP status; UNSENT: it was not sent."""
 
     UNANSWERED = 0
     FAILED = -1
@@ -41,10 +42,12 @@ class UnansweredReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadJob:
-    """The work of one sending process: its requests' moments (ns from the start, ascending), and the model of each.
+    """The work of one sending process.
 
-    ``first`` and ``step`` number its requests among those of all processes. ``names`` and ``requests`` are those of the
-    models. At most ``connections`` are opened, ``at_first`` of them before the start.
+    ``moments``: when each request is due (ns from the start, ascending). ``whose``: the index of its model in ``names``
+    and ``requests``, the requests' bytes. Request i has the number ``first + i * step`` among those of all processes.
+    At most ``connections`` are opened, ``at_first`` of them before the start. Answers are waited for until ``grace_s``
+    seconds after the last request.
     """
 
     family: int
@@ -63,10 +66,11 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestRecords:
-    """For each request: status (or `UnansweredReason`), seconds from its moment to its sending and to its answer.
+    """What a sending process has recorded; the arrays have an entry for each request.
 
-    ``waited`` is whether it found no idle connection. ``bodies`` has the first body of each status other than 200.
-    ``cpu_s`` is the processor time of the loop, ``end_ns`` the last moment that it reached (from the start).
+    ``status``: HTTP status or `UnansweredReason`. ``lateness`` and ``latency``: seconds from the request's moment until
+    it was sent, and until its answer. ``waited``: whether it found no idle connection. ``bodies``: the first body of
+    each status other than 200. ``cpu_s``: processor time of the loop; ``end_ns``: its end, from the start.
     """
 
     status: NDArray[np.int16]
@@ -97,10 +101,10 @@ _COUNTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Outcomes of the requests for one model and its copies, or for all.
+    """Outcomes of the requests for one model and its copies, or for all models.
 
-    ``statuses`` counts answers by HTTP status, ``latency_s`` has percentiles (None without answers of 200) and
-    ``rejected_p99_s`` is the 99th percentile for answers of 503.
+    ``statuses`` counts answers by HTTP status. ``latency_s`` has percentiles of answers with 200, ``rejected_p99_s`` is
+    the 99th percentile of the latency of answers with 503; both are None without such answers.
     """
 
     model: str
@@ -119,12 +123,12 @@ class Loaded:
 
     @property
     def num_sent(self) -> int:
-        """Requests whose sending was started."""
+        """Number of requests whose sending was started."""
         return self.num_requests - self.num_unsent
 
     @property
     def num_rejected(self) -> int:
-        """Answers of 503."""
+        """Number of answers with status 503."""
         return self.statuses.get(_REJECTED, 0)
 
     @property
@@ -133,7 +137,7 @@ class Loaded:
         return self.num_in_time / self.num_requests if self.num_requests else None
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """Return figures for a table."""
+        """Return the figures as a row of a table; rates are per second of the counted time ``seconds``."""
         return {
             "model": self.model,
             "requests_per_s": self.num_requests / seconds,
@@ -153,12 +157,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """``models`` in the order of the streams, copies together; ``total`` is all of them.
+    """The figures of a load: of each of the ``models``, in the order of the streams, copies together, and in ``total``.
 
-    ``seconds`` is the counted time, shorter than requested if the run was ended early. ``lateness_s`` has percentiles
-    of how late requests were sent that found an idle connection; ``num_waited`` requests found none, and were sent
-    ``waited_p99_s`` later at the 99th percentile. ``reasons`` has the reason of one answer of each status but 200.
-    ``cpu_s_per_request`` is the sender's own. ``series`` has a row for each second.
+    ``seconds`` is the counted time, shorter than requested if the run was ended early; ``began`` is the start (Unix
+    time). ``lateness_s`` has percentiles of how late requests were sent that found an idle connection. ``num_waited``
+    requests found no idle connection, and ``waited_p99_s`` is the 99th percentile of how late they were sent.
+    ``reasons`` has the reason in one answer of each status but 200. ``cpu_s_per_request`` is the processor time of the
+    sender. ``series`` has a row for each second.
     """
 
     seconds: float
@@ -175,7 +180,7 @@ class LoadResult:
 
     @property
     def num_wrong(self) -> int:
-        """Answers to another request, and answers that failed a check."""
+        """Number of answers that belong to another request, or failed a check."""
         return self.total.num_wrong
 
     @property
@@ -184,11 +189,11 @@ class LoadResult:
         return self.total.num_in_time / self.seconds
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return figures of each model."""
+        """Return a row of figures for each model."""
         return [model.row(self.seconds) for model in self.models]
 
     def row(self) -> dict[str, Any]:
-        """Return figures of all models together, and of the sender."""
+        """Return a row of figures for all models together and for the sender."""
         return {
             **self.total.row(self.seconds),
             "seconds": self.seconds,
@@ -219,7 +224,7 @@ class LoadResult:
             )
         if self.total.num_unsent:
             found.append(
-                f"{self.total.num_unsent:,} requests could not even be sent by the end. Ask for a lower rate or more "
+                f"{self.total.num_unsent:,} requests were not sent before the end. Ask for a lower rate or more "
                 "--connections."
             )
         return found
@@ -235,7 +240,10 @@ def sum_up(
     seconds: float,
     began: float,
 ) -> LoadResult:
-    """Compute figures of the requests after a ramp. Fewer records than moments come from a run that was ended early."""
+    """Compute the figures of a load from the records of its requests; requests of the ramp are not counted.
+
+    ``moments`` (ns) and ``whose`` are as in `LoadJob`. If the run was ended early, records are fewer than moments.
+    """
     count = len(records.status)
     if count < len(moments):
         seconds = min(max(records.end_ns / _NS - ramp_s, 1e-3), seconds)

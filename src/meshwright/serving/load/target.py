@@ -1,9 +1,9 @@
-"""The server under load (`Target`): its address, its models and their inputs; and which requests it gets, when.
+"""The server under load (`Target`): its address, its models and their inputs; and its requests (`RequestStream`).
 
     GET  /v2/models/NAME         inputs and outputs of a model (Open Inference Protocol)
     POST /v2/repository/index    the models of the server (Triton's model repository extension)
 
-These requests are made one by one before the load; nothing here is time-critical.
+These two requests are sent one by one before the load; nothing in this module is time-critical.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _ANY = Seconds(86_400.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStream:
-    """Requests for a model, or for each of its copies; with ``deadline_s``, answers after it are late.
+    """The requests for a model, or for each of its copies.
 
-    Each request carries the rest of the deadline, and ``priority``. Without a deadline, every answer is in time. Copies
-    of a model are separate models on a server; those of ``cat`` are called ``cat-0``, ``cat-1`` and so on.
+    Answers later than ``deadline_s`` are late; with None, every answer is in time. Each request carries the time that
+    is left until its deadline, and ``priority``. Copies of a model are separate models on a server; the copies of
+    ``cat`` are called ``cat-0``, ``cat-1`` and so on.
     """
 
     model: str
@@ -55,7 +56,7 @@ class RequestStream:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Parameters of each request."""
+        """Parameters that each request carries: ``timeout`` (us) and ``priority``, if they are given."""
         said = {} if self.deadline_s is None else {"timeout": max(round(self.deadline_s * 1e6), 1)}
         return said if self.priority is None else {**said, "priority": self.priority}
 
@@ -68,7 +69,7 @@ class RequestStream:
 
 
 def deployment_streams(deployment: Deployment, deadline_s: float | None = None) -> tuple[RequestStream, ...]:
-    """Return the requests of a deployment; due within the SLO of each model, or within ``deadline_s``."""
+    """Return a stream for each model of a deployment; its deadline is ``deadline_s``, or the model's SLO if None."""
     return tuple(
         RequestStream(
             model=model.name,
@@ -85,9 +86,9 @@ def deployment_streams(deployment: Deployment, deadline_s: float | None = None) 
 def draw_moments(
     streams: Sequence[RequestStream], seconds: float, *, seed: int, scale: float, ramp_s: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return moments (ns, ascending) and the model index of each request; copies have an index each.
+    """Return the moment (ns, ascending) and the model index of each request; each copy has its own index.
 
-    During a ramp before the ``seconds``, a request at a moment t is kept with probability t / ramp. Raises
+    During a ramp before the ``seconds``, a request at a moment t is kept with probability t / ``ramp_s``. Raises
     ServingError for too many requests.
     """
     models = [
@@ -107,7 +108,7 @@ def draw_moments(
 
 
 def most_at_once(moments: NDArray[np.int64], seconds: float) -> int:
-    """Return the most requests within ``seconds`` of each other."""
+    """Return the largest number of requests that are due within any span of ``seconds``."""
     if not len(moments):
         return 0
     ends = np.searchsorted(moments, moments + int(seconds * _NS), side="right")
@@ -121,7 +122,7 @@ _MOST_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server's address; ``path`` precedes ``/v2``. ``token`` is sent as a bearer token."""
+    """A server's address; ``path`` precedes ``/v2`` in URLs. ``token`` is sent as a bearer token, if given."""
 
     host: str
     port: int
@@ -140,7 +141,7 @@ class Target:
         return {"Host": self.authority, **bearer}
 
     def model_path(self, model: str) -> str:
-        """Return the path of a model."""
+        """Return the path of a model in URLs."""
         return f"{self.path}/v2/models/{quote(model, safe='')}"
 
 
@@ -155,7 +156,7 @@ class ModelSignature:
 
 def read_target(url: str, token: str | None = None) -> Target:
     """Parse the URL of a server. Raises ServingError if it is not a valid address."""
-    expected = "expected one as http://127.0.0.1:8000. Check the address."
+    expected = "expected for example http://127.0.0.1:8000. Check the address."
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -171,7 +172,7 @@ def read_target(url: str, token: str | None = None) -> Target:
 
 
 def find_address(target: Target) -> tuple[int, tuple[Any, ...]]:
-    """Return family and address of the server, found by connecting once. Raises ServingError if that fails."""
+    """Return the server's socket family and address, found by connecting once. Raises ServingError if that fails."""
     problem: OSError | None = None
     try:
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
@@ -259,7 +260,7 @@ def _ask(target: Target, method: str, path: str, sent: bytes | None = None) -> t
         said = printable(str(error)) or "nothing readable"
         raise ServingError(
             f"The server at {target.authority} does not speak HTTP/1.1 ({type(error).__name__}: {said}). Give the "
-            "address at which it answers HTTP; gRPC has a port of its own."
+            "address at which it answers HTTP; gRPC has a separate port."
         ) from None
     finally:
         connection.close()

@@ -1,6 +1,6 @@
-"""Placement of models: groups of devices for models that do not, or should not, all fit on every device.
+"""Placement of models: assign models to groups of devices, if not every device can or should hold all models.
 
-model_placement   the methods, an upper bound for any placement, and placement by simulation, as in AlpaServe
+model_placement   methods of placement, and an upper bound for any placement
 """
 
 from meshwright.serving.placement.model_placement import (

@@ -1,23 +1,23 @@
 """Methods that place models on groups of devices (`place_models`); an upper bound for any placement (`bound_share`).
 
-    packing       devices as squishy bin packing fills them (`policies.packing`), by load and memory; each model's
-                  requests are divided by the shares of the packing; where not all models fit, those that take most
-                  memory per request are left out
-    replication   each model on the least loaded device with room, by descending load; then another copy of the model
+    packing       squishy bin packing of models by load and memory (`policies.packing`); a model's requests are divided
+                  among its devices as in the packing; if not all models fit, those that take most memory per request
+                  are left out
+    replication   each model, by descending load, on the least loaded device with room; then further copies of the model
                   with most load per copy, until no further copy fits
-    simulated     AlpaServe's greedy (OSDI 2023, section 4.2), for devices in groups of 1, 2, 4, … and all: start empty,
-                  simulate, and put the model with most unserved requests on the least busy group with room; keep the
-                  best placement that was simulated
-    simulated:beam=K   its algorithm 1 instead: simulate every model on every group with room, keep the K best, repeat
-    best          the one of packing, replication and simulated that answers most in time
+    simulated     AlpaServe's greedy method (OSDI 2023, section 4.2), for groups of 1, 2, 4, … and all devices: start
+                  with empty groups, simulate, add the model with most unserved requests to the least busy group with
+                  room, repeat; keep the best placement that was simulated
+    simulated:beam=K   AlpaServe's algorithm 1: simulate every model on every group with room, keep the K best, repeat
+    best          among packing, replication and simulated, the placement that answers most requests in time
 
-A model's load is r l(b) / b, its devices by the staggered equation (`batching.devices_for`). Groups that hold the same
-models are merged, after a search only if the result is not worse. All methods choose with requests of another seed than
-those that are simulated afterwards, though a trace is the same for every seed. AlpaServe's models that are split over
-the devices of a group are not implemented.
+A model's load is the number of devices that it needs by the staggered equation, r l(b) / b (`batching.devices_for`).
+Groups that hold the same models are merged, after a search only if the result is not worse. All methods choose by
+requests of another seed than the requests that are simulated afterwards; a trace, though, is the same for every seed.
+AlpaServe's models that are split over the devices of a group are not implemented.
 
-`bound_share` bounds every placement: a request for model m takes at least c = min l(b) / b of a device, over batches
-with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N. For a simulation
+`bound_share` bounds every placement: a request for model m takes at least cₘ = min l(b) / b of device time, over all
+batches with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N. For a simulation
 (`bound_placed`), r are the counted requests, and N is the time in which they can be computed, until the longest SLO
 after the last one, times the speeds of the devices.
 """
@@ -45,17 +45,20 @@ Groups = tuple[Group, ...]
 
 
 def has_room(deployment: Deployment, group: Group, name: str) -> bool:
-    """Return whether a group can hold one more model."""
+    """Return whether a group can hold the model ``name`` in addition to its models, and does not hold it yet."""
     return name not in group.models and deployment.has_room((*group.models, name))
 
 
 def with_model(group: Group, name: str) -> Group:
-    """Return the group with one more model."""
+    """Return the group with the model ``name`` added."""
     return replace(group, models=(*group.models, name))
 
 
 def join_alike(groups: Iterable[Group]) -> Groups:
-    """Merge groups that hold the same models and sum their weights; return one without models if all are empty."""
+    """Merge groups that hold the same models, and sum their weights; groups without models are left out.
+
+    If all groups are empty, a group of one device without models is returned.
+    """
     alike: dict[frozenset[str], list[Group]] = {}
     for group in groups:
         if group.models:
@@ -76,7 +79,7 @@ def join_alike(groups: Iterable[Group]) -> Groups:
 
 
 def take_apart(deployment: Deployment) -> Deployment:
-    """Return the deployment with a model for each copy."""
+    """Return the deployment with a separate model for each copy of a model."""
     names_of = _names_of_copies(deployment)
     models = [replace(model, name=name, copies=1) for model in deployment.models for name in names_of[model.name]]
     return replace(deployment, models=tuple(models))
@@ -131,7 +134,8 @@ Score = tuple[float, float]
 def search_placement(deployment: Deployment, simulate: Simulate, beam: int) -> Groups:
     """Return the best placement by simulation over several group sizes; ties go to the largest size.
 
-    Groups that hold the same models are merged at the end if that is not worse.
+    ``beam`` is the number of placements that are kept at each step, 0 for the greedy method. Groups that hold the same
+    models are merged at the end if that is not worse.
     """
     sizes = [2**power for power in range(deployment.devices.bit_length()) if 2**power < deployment.devices]
     found = []
@@ -147,7 +151,7 @@ def search_placement(deployment: Deployment, simulate: Simulate, beam: int) -> G
 
 
 def score_of(result: ServingResult) -> tuple[float, float]:
-    """Return the share of requests in time, and that of the worst model, which breaks ties."""
+    """Return the share of requests in time (0..1), and the share of the worst model, which breaks ties."""
     return result.in_time_share, min(model.in_time_share for model in result.models)
 
 
@@ -208,9 +212,10 @@ _BEAM = re.compile(r"simulated:beam=([1-9][0-9]{0,3})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModels:
-    """``deployment`` has groups, found by ``method``; ``planned_share`` of its own requests were in time.
+    """A placement that ``method`` has found: the ``deployment`` with its groups.
 
-    A model whose copies are not all in the same groups is replaced by one model per copy: name-1, name-2, …
+    ``planned_share`` is the share of requests in time (0..1) in the simulation by which it was chosen. A model whose
+    copies are not all in the same groups is replaced by one model per copy: NAME-1, NAME-2, …
     """
 
     deployment: Deployment
@@ -228,10 +233,10 @@ def place_models(
     scale: float = 1.0,
     warm_up_s: float = 0.0,
 ) -> PlacedModels:
-    """Find groups for the devices of a deployment under a policy; they replace its own groups.
+    """Find groups for the devices of a deployment under a policy; they replace the deployment's own groups.
 
-    ``seconds``, ``seed``, ``scale`` and ``warm_up_s`` as in `simulate_deployment`. Raises ServingError for an unknown
-    method.
+    ``method`` is one of `PLACE_METHODS`, or ``simulated:beam=K``. ``seconds``, ``seed``, ``scale`` and ``warm_up_s``
+    are as in `simulate_deployment`. Raises ServingError for an unknown method.
     """
     beam = _read_beam(method)
     deployment = expand_deployment(replace(deployment, groups=()), scale)
@@ -292,9 +297,9 @@ def bound_placed(deployment: Deployment, result: ServingResult) -> float:
 
 
 def bound_share(models: Sequence[ServedModel], rates: Sequence[float], num_devices: float) -> float:
-    """Return the largest share of requests that can be in time at these mean rates; see the module's docstring.
+    """Return the largest share of requests (0..1) that any placement can answer in time (see the module's docstring).
 
-    ``rates`` are those of one copy of each model.
+    ``rates``: mean requests per second of one copy of each model.
     """
     costs = []
     for model, rate in zip(models, rates, strict=True):
@@ -312,7 +317,7 @@ _NS = 1e9
 
 
 def pack_models(deployment: Deployment, scale: float = 1.0) -> Groups:
-    """Return groups by squishy bin packing of all rates times ``scale``; models without requests are in no group."""
+    """Return groups by squishy bin packing, at ``scale`` times all rates; models without requests are in no group."""
     models = [model for model in deployment.models if mean_rate(model.arrivals) * scale > 0]
     while models:
         table = _pack(replace(deployment, models=tuple(models)), scale)
@@ -342,7 +347,10 @@ def _pack(deployment: Deployment, scale: float) -> Floats:
 
 
 def replicate_models(deployment: Deployment, scale: float = 1.0) -> Groups:
-    """Return groups by load: a copy of each model, then further copies of the most loaded."""
+    """Return groups by the method replication, at ``scale`` times all rates: a copy of each model, then further copies.
+
+    The model with most load per copy is copied next.
+    """
     load = {
         model.name: devices_for(model.line, model.slo, mean_rate(model.arrivals) * scale) for model in deployment.models
     }

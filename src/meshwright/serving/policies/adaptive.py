@@ -3,17 +3,18 @@
 No setting of `deferred` is best everywhere: waiting pays where batches are efficient and devices many, and costs where
 bursts come or many models share few devices; dropping first requests in favour of large batches is the only help under
 overload, and wasteful elsewhere. This policy needs only the arrivals. While requests are lost, it evaluates every
-candidate of `CANDIDATES` for a while, in a **trial**: starting from the current queues and devices, how would it have
-served the requests since then? Each candidate has a **shadow**, a copy of the pool whose devices are virtual and take
-the mean times of the real ones. The candidate that serves most is used afterwards. A trial ends early if another
-candidate has served significantly more than the one in use, or if many requests are lost under every candidate and one
-that refuses early can be used instead. The next trial starts after a rest, unless significantly more is lost than the
-chosen candidate lost in the trial: some settings do well only until the devices are no longer staggered. While nothing
-is lost, there is no trial, so that a lightly loaded server has no extra cost.
+candidate of `CANDIDATES` for a while, in a **trial**: starting from the current queues and devices, how many of the
+requests since then would it have served? Each candidate has a **shadow**, a copy of the pool whose devices are virtual:
+their batches take the mean times of the real devices. The candidate that serves most is used afterwards. A trial ends
+early if another candidate has served significantly more than the one in use, or if many requests are lost under every
+candidate and one that refuses requests on arrival (``admit``) can be used instead. The next trial starts after a rest,
+or earlier if significantly more requests are lost than the chosen candidate lost in the trial: some settings do well
+only until the devices are no longer staggered. While no requests are lost, no trial starts, so that a lightly loaded
+server has no extra cost.
 
-Scores are sums over trials, with older ones discounted by `_MEMORY` each. A candidate that refuses early is preferred
-to others that serve about the same number, since a client that is refused early can ask elsewhere. But it may lose only
-slightly more than the others, so that a server which can answer almost all requests does so.
+Scores are sums over trials; each trial multiplies the earlier sum by `_MEMORY`. A candidate that refuses requests on
+arrival is preferred to others that serve about the same number, since a client that is refused early can ask elsewhere.
+But it may lose only slightly more than the others, so that a server which can answer almost all requests does so.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ _LOYAL, _EARLY, _STILL_EARLY, _LOST_ANYWAY = 3, 20, 50, 10
 
 
 class Adaptive(NamedTuple):
-    """Settings: ``trial``, the longest trial in SLOs of the slowest model; the rest after it is twice as long."""
+    """The adaptive policy. ``trial``: the longest time of a trial, in multiples of the longest SLO of all models.
+
+    The rest after a trial is twice as long as the trial.
+    """
 
     trial: int = 40
 
@@ -132,13 +136,16 @@ class Adaptive(NamedTuple):
             settle(pool, now, first_of(pool, TIMER), spare, window)
 
     def next_wake(self, pool: Ints) -> int:
-        """Return the first start of a window, or moment at which a request is lost."""
+        """Return when (ns) the next window starts, or the next request is lost."""
         return least_of(pool, TIMER, NEVER)
 
 
 @compiled
 def shadow_of(pool: Ints, candidate: int) -> Ints:
-    """Return the shadow of a candidate: a pool in the policy's cells; its own hold a heap of virtual batches' ends."""
+    """Return the shadow of a candidate: a pool within the policy's own cells.
+
+    The shadow's own cells hold a heap of the ends of virtual batches.
+    """
     size = pool[OWN] + cells_of_heap(pool[NUM_DEVICES])
     first = pool[OWN] + _SHADOWS + candidate * size
     return pool[first : first + size]
@@ -146,7 +153,7 @@ def shadow_of(pool: Ints, candidate: int) -> Ints:
 
 @compiled
 def advance(shadow: Ints, now: int, spare: int, window: int) -> int:
-    """Process all events of the virtual devices until now; return how many requests were put into batches."""
+    """Process all events of a shadow's virtual devices until ``now``; return how many requests their batches have."""
     served = 0
     while True:
         ends = shadow[OWN]

@@ -1,15 +1,15 @@
-"""How many devices are wanted: decided by the same compiled functions in the simulator and in a server.
+"""Autoscaling: decide how many devices are wanted, by the same compiled functions in the simulator and in a server.
 
-The **scaler** is an array of int64 next to the pool, with all state of the decision: a copy of it and of the pool, and
-the same calls at the same moments, give the same decisions again. A driver calls
+The **scaler** is an array of int64 next to the pool, with all state of the decision: with copies of scaler and pool,
+the same calls at the same moments give the same decisions again. A driver (the simulator or a server's scheduler) calls
 
     note_arrival(scaler, pool, now, queue)    at each arrival, before or after the policy's ``arrive``
     wanted_devices(scaler, pool, now)         at intervals: how many devices there should be
-    device_to_drain(pool)                     which one to drain, if there are more; then `queues.go_down`
+    device_to_drain(pool)                     if there are more: which device to drain; then `queues.go_down`
 
-A device that is drained is down for the policy at once, so that it gets no more batches, while it ends those that it
-has: their answers count, and the device is not free after them. One that was started is up from `queues.come_up` on; a
-failed one is not. The driver itself counts devices that are starting.
+A device that is drained is down for the policy at once, so that it gets no more batches, but it finishes those that it
+has. A device that was started is up from `queues.come_up` on; a failed device is down. The driver itself counts devices
+that are starting.
 
 The wanted number, for rates r, the device time u of a request in the batches of the staggered equation (`batching`),
 and deadlines after L, follows from
@@ -19,10 +19,10 @@ and deadlines after L, follows from
                  the normal quantile of the target, D the dispersion of arrivals: 1 for Poisson's, more for bursts
     queued       the devices that end all waiting requests within L, for policies that drop nothing
 
-If more requests are dropped than the target allows although all wanted devices are up, one device more is wanted at
-once, or more in proportion to the share that was dropped; the error of the equations is remembered, and forgotten
-slowly. Fewer are wanted when fewer have been needed for the time ``CALM``, at the upper confidence limit of the rates.
-There is no forecast: while devices start, requests are served by those that are up.
+If more requests are dropped than the target allows although all wanted devices are up, at least one device more is
+wanted at once, or more in proportion to the share that was dropped. A correction factor, which decays slowly, then
+keeps the equations from giving too few. Fewer devices are wanted when fewer have been enough for the time ``CALM``, at
+the upper confidence limit of the rates. Load is not forecast: while devices start, the others serve the requests.
 
 Sources: square-root staffing is Halfin and Whitt's (Operations Research 29, 1981); keeping the highest of the last
 recommendations before scaling down is what Kubernetes calls a stabilization window. The rest is our own.
@@ -90,7 +90,7 @@ def allocate_scaler(
         num_models: models of the pool.
         minimum: the fewest devices that are ever wanted.
         maximum: the most devices that are ever wanted.
-        calm_ns: for how long fewer must have been enough before fewer are wanted.
+        calm_ns: for how long fewer devices must have been enough before fewer are wanted.
         target: share of requests that should be in time, between 0.5 and 1.
         now: the moment from which arrivals are noted.
     """
@@ -107,7 +107,7 @@ def allocate_scaler(
 
 
 def carry_scaler(scaler: Ints, before: Ints, places: Sequence[int]) -> None:
-    """Copy another scaler's state; ``places`` gives each model's index there, or -1 for a new model."""
+    """Copy the state of the scaler ``before``; ``places[i]`` is the index of model i there, or -1 for a new model."""
     kept = [CORRECTION, SINCE, DROPPED, UP, WANTED, LESS_SINCE, LESS, DECIDED]
     scaler[kept] = before[kept]
     for model, place in enumerate(places):
@@ -118,7 +118,7 @@ def carry_scaler(scaler: Ints, before: Ints, places: Sequence[int]) -> None:
 
 @compiled
 def note_arrival(scaler: Ints, pool: Ints, now: int, queue: int) -> None:
-    """Count a request that has arrived for a model's queue, which has the number of the model."""
+    """Count a request that has arrived; ``queue`` is the index of its model."""
     at = _FIRST + queue * _WIDTH
     if now >= scaler[at + SPAN_END]:
         _end_span(scaler, at, now, pool[pool[SLO] + queue])
@@ -162,7 +162,7 @@ def wanted_devices(scaler: Ints, pool: Ints, now: int) -> int:
 
 @compiled
 def device_to_drain(pool: Ints) -> int:
-    """Return the device to drain: the last idle one, or else the last that is up; -1 if all are down."""
+    """Return the device to drain: the idle device with the highest number, or else the highest that is up, or -1."""
     last = -1
     for device in range(pool[NUM_DEVICES] - 1, -1, -1):
         state = pool[pool[DEVICE] + device]
@@ -175,7 +175,7 @@ def device_to_drain(pool: Ints) -> int:
 
 @compiled
 def staggered_devices(pool: Ints, model: int, rate: float) -> float:
-    """Return how many devices, not rounded, serve a rate (requests per ns): `batching.devices_for`."""
+    """Return how many devices, not rounded, a model needs for a rate (requests per ns), as `batching.devices_for`."""
     if rate <= 0.0:
         return 0.0
     slo = _time_of(pool, model)

@@ -1,13 +1,14 @@
 """Clockwork (OSDI 2020): one controller plans every device slightly ahead, and only batches that will be in time.
 
 A device is given its next batch up to ``ahead`` microseconds before it is free. Batches have the sizes for which models
-were compiled, the powers of two. The queue is chosen whose first deadline, less the latency of its largest batch, comes
-first; of it, the largest batch of requests that are all in time, skipping earlier ones that are not (a smaller batch
-may serve these). Requests that would be late even alone are dropped when their queue is next.
+were compiled, the powers of two. The next queue is the one whose first deadline, less the latency of its largest
+batch, comes first. From this queue, the largest batch of requests that are all in time is taken; earlier requests that
+would be late in it are skipped (a smaller batch may serve these). When a queue is next, its requests that would be late
+even alone are dropped.
 
-Two constants of the published controller are the pool's here: the time between a decision and its start (1 ms there),
-and how long before deadlines batches are planned to end (5 ms there). Where devices do not hold all models, models are
-loaded and evicted (`residency`), and batches are given to devices that hold their model.
+Two constants of the published controller are settings of the pool here: the time between a decision and its start (1 ms
+there), and how long before deadlines batches are planned to end (5 ms there). If devices do not hold all models, models
+are loaded and evicted (`residency`), and batches are given to devices that hold their model.
 
 Differences from the published system:
 
@@ -82,12 +83,12 @@ from meshwright.serving.policies.residency import (
 
 
 class Clockwork(NamedTuple):
-    """Settings: ``ahead``, how long (µs) before it is free a device gets its next batch."""
+    """The policy Clockwork. ``ahead``: how long (µs) before a device is free it gets its next batch."""
 
     ahead: int = 10_000
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """Return a pool with a heap of devices by when they are nearly done, and `residency` if given ``weights``."""
+        """Return a pool with a heap of devices by when they are nearly done, and `residency` cells for ``weights``."""
         weights, num_devices = facts.get("weights"), facts["num_devices"]
         num_own = cells_of_heap(num_devices)
         num_held = 1 if weights is None else cells_of_residency(num_devices, len(weights.load))
@@ -109,7 +110,7 @@ class Clockwork(NamedTuple):
                 _plan(pool, now, self.ahead * 1000)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Plan for an idle device; for one that has started its next batch, when it is nearly done."""
+        """Plan for an idle device; if it has started its next batch, plan for it when it is nearly done."""
         if _loads(pool):
             _free_holder(pool, now, device, self.ahead * 1000)
             return
@@ -128,7 +129,10 @@ class Clockwork(NamedTuple):
             _plan(pool, now, self.ahead * 1000)
 
     def next_wake(self, pool: Ints) -> int:
-        """Return when the next device is nearly done, if requests wait, or another moment to be woken at."""
+        """Return when (ns) the next device is nearly done, or, with `residency`, a load ends or a request is lost.
+
+        Without waiting requests it returns `NEVER`.
+        """
         if size_of(pool, READY) == 0:
             return NEVER
         nearly_done = least_of(pool, pool[OWN], NEVER)

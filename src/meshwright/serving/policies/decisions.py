@@ -1,7 +1,7 @@
-"""Decisions of a policy: rows that the driver carries out (`pool`), and the free space for more.
+"""Write decisions of a policy: rows of the pool that the driver carries out (`pool`).
 
-Drivers carry decisions out after each event, so the table has room for what one event may bring; a policy that writes
-more gets an error and does not overwrite other cells.
+Drivers carry decisions out after each event, so the table has room for what one event may bring. If a policy writes
+more, RuntimeError is raised, and no other cells are overwritten.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from meshwright.serving.policies.pool import (
 
 @compiled
 def rows_left(pool: Ints) -> int:
-    """Return how many more decisions fit before the driver carries some out."""
+    """Return how many more decisions fit into the pool before the driver has to carry some out."""
     return (pool[CHOSEN] - pool[DECISION]) // WIDTH - pool[NUM_DECISIONS]
 
 
 @compiled
 def choices_left(pool: Ints) -> int:
-    """Return how many more requests decisions can choose."""
+    """Return how many more requests decisions can choose before the driver has to carry some out."""
     return pool[OWN] - pool[CHOSEN] - pool[NUM_CHOSEN]
 
 
 @compiled
 def choose(pool: Ints, count: int) -> int:
-    """Reserve room for ``count`` chosen requests; return their first place. Raises RuntimeError if they do not fit."""
+    """Reserve room for ``count`` chosen requests; return the index of the first one.
+
+    Raises RuntimeError if they do not fit.
+    """
     first = pool[NUM_CHOSEN]
     if count > pool[OWN] - pool[CHOSEN] - first:
         raise RuntimeError("The policy decides about more requests at once than fit into its pool.")
@@ -44,7 +47,10 @@ def choose(pool: Ints, count: int) -> int:
 
 @compiled
 def decide_to_drop(pool: Ints, now: int, queue: int, first: int, count: int, reason: int) -> None:
-    """Drop chosen requests; those that directly follow others of the same queue and reason join their decision."""
+    """Decide to drop ``count`` chosen requests from index ``first`` on.
+
+    If the last decision drops requests of the same queue for the same reason, just before these, it is extended.
+    """
     pool[NUM_DROPPED] += count
     last = pool[DECISION] + (pool[NUM_DECISIONS] - 1) * WIDTH
     is_more = pool[NUM_DECISIONS] > 0 and pool[last] == DROP and pool[last + 1] == reason and pool[last + 2] == queue
@@ -56,7 +62,7 @@ def decide_to_drop(pool: Ints, now: int, queue: int, first: int, count: int, rea
 
 @compiled
 def decide(pool: Ints, kind: int, target: int, queue: int, first: int, count: int, when: int) -> None:
-    """Write a row of decisions; ``first`` and ``count`` give the range of chosen requests that it is about.
+    """Write a decision, a row of the pool; ``first`` and ``count`` are the range of chosen requests that it is about.
 
     Raises RuntimeError if the table is full.
     """

@@ -81,14 +81,14 @@ from meshwright.serving.policies.queues import (
 
 
 class Deferred(NamedTuple):
-    """Settings: ``spare``, ``window`` and ``admit``, all in percent (see the module's docstring)."""
+    """The policy of deferred batches. The module describes ``spare``, ``window`` and ``admit``, all in percent."""
 
     spare: int = 101
     window: int = 100
     admit: int = 0
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """Return a pool that tracks when devices will be free, if requests are refused by that."""
+        """Return a pool; with ``admit`` it tracks when devices will be free."""
         return allocate_pool(**facts, keep_ends=self.admit > 0)
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
@@ -96,7 +96,7 @@ class Deferred(NamedTuple):
         admit_request(pool, now, queue, request, deadline, self.spare, self.window, self.admit)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Run the ready queue whose window ends first; with spare devices, a waiting one."""
+        """Run the ready queue whose window ends first; with spare devices, also a queue that waits for its window."""
         observe(pool, now, device)
         use_device(pool, now, device, self.spare, self.window)
 
@@ -106,7 +106,7 @@ class Deferred(NamedTuple):
             settle(pool, now, first_of(pool, TIMER), self.spare, self.window)
 
     def next_wake(self, pool: Ints) -> int:
-        """Return the first start of a window, or moment at which a request is lost."""
+        """Return when (ns) the next window starts, or the next request is lost."""
         return least_of(pool, TIMER, NEVER)
 
 
@@ -128,7 +128,7 @@ def admit_request(
 
 @compiled
 def use_device(pool: Ints, now: int, device: int, spare: int, window: int) -> None:
-    """Give an idle device the ready queue whose window ends first, or a waiting one."""
+    """Run the ready queue whose window ends first on an idle device, or, with spare devices, a waiting queue."""
     rest(pool, device)
     # A queue whose requests were all late leaves the device to other queues.
     while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
@@ -178,7 +178,7 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
 
 @compiled
 def typically(pool: Ints, queue: int, batch: int) -> int:
-    """Return the time of a batch on a device of typical slowness; `NEVER` for one that is too large."""
+    """Return the time (ns) of a batch on a device of typical slowness; `NEVER` for a batch that is too large."""
     latency = latency_of(pool, queue, batch)
     return latency * pool[TYPICAL] // NOMINAL if latency < NEVER else NEVER
 
@@ -194,8 +194,9 @@ def _is_in_time(pool: Ints, now: int, queue: int, device: int) -> bool:
 def is_crowded(pool: Ints, now: int, queue: int, deadline: int, admit: int) -> bool:
     """Return whether a request would be late behind all queued work, divided evenly among all devices.
 
-    It is taken to be in a batch of the target's size: if it only had to fit with those that wait, the first of a queue
-    would force a small batch on all later ones. Only a request with too short a deadline for that is judged so.
+    The request is assumed to be in a batch of the target's size. If it were assumed to be in a batch with the waiting
+    requests only, the first request of a queue would force small batches on all later ones. Only if its deadline is too
+    short for a batch of the target's size, the waiting requests count.
     """
     begin = first_end(pool, now) + pool[DELAY] + pool[GUARD] + pool[WORK] * admit // (100 * max(pool[NUM_UP], 1))
     latest, batch = deadline - pool[SLACK], max(pool[pool[TARGET] + queue], 1)
@@ -214,7 +215,7 @@ def _has_spare(pool: Ints, spare: int) -> bool:
 def begin_batch(pool: Ints, now: int, queue: int, device: int, spare: int, window: int) -> None:
     """Run the largest batch that is in time on an idle device; its first request could run alone.
 
-    First requests are dropped for a larger batch, unless other idle devices could serve the rest.
+    First requests are dropped to allow a larger batch, unless other idle devices could serve the rest.
     """
     begin, slowness = begin_on(pool, device, now), pool[pool[SLOWNESS] + device]
     batch = largest_batch(pool, queue, begin, slowness)

@@ -35,7 +35,7 @@ class Policy(Protocol):
         ...
 
     def next_wake(self, pool: Ints) -> int:
-        """Return when to be woken next (ns)."""
+        """Return when to be woken next (ns); `NEVER` if not needed."""
         ...
 
 

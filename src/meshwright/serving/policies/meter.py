@@ -1,8 +1,9 @@
 """The arrival rate of each queue, and the batch size that staggered devices could serve at that rate.
 
 Arrivals are counted for `WINDOW_NS` at a time; the rate is an exponential mean over `_MEMORY` windows. At the end of
-each window the target is recomputed: N = r l(b) / b devices of this model's own, each ready l(b) / N after the one
-before, meet the deadline if (1 + 1/N) l(b) ≤ L; for a share of a device, N < 1, if l(b) + b / r ≤ L.
+each window the target (a batch size b) is recomputed. With N = r l(b) / b devices for this model alone, each ready
+l(b) / N after the one before, requests are in time if (1 + 1/N) l(b) ≤ L; with less than one device, N < 1, if
+l(b) + b / r ≤ L. Here r is the rate, l(b) the latency of a batch, and L the SLO less the slack.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PER_NS = 1e-15
 
 @compiled
 def measure_rate(pool: Ints, now: int, queue: int) -> None:
-    """Count an arrival; at the end of a window, and once soon after the first, renew ``RATE`` and ``TARGET``."""
+    """Count an arrival; update the queue's ``RATE`` and ``TARGET`` after each window, and once after 64 arrivals."""
     since = pool[SINCE] + queue
     count = pool[COUNT] + queue
     if pool[since] == 0:

@@ -76,12 +76,12 @@ class Timeouts(NamedTuple):
     most: int = 0
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """Enqueue the request; its queue may be full enough now."""
+        """Enqueue the request; run its queue if that has enough requests now."""
         if enter(pool, now, queue, request, deadline):
             _see_to(pool, now, queue, self.preferred, self.wait, self.most)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Run the longest waiting queue that need not wait any more."""
+        """Run the queue that has waited longest, among those that need not wait any more."""
         rest(pool, device)
         while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
             _see_to(pool, now, first_of(pool, READY), self.preferred, self.wait, self.most)
@@ -92,12 +92,15 @@ class Timeouts(NamedTuple):
             _see_to(pool, now, first_of(pool, TIMER), self.preferred, self.wait, self.most)
 
     def next_wake(self, pool: Ints) -> int:
-        """Return when the next first request has waited long enough."""
+        """Return when (ns) the first request of any queue has waited long enough."""
         return least_of(pool, TIMER, NEVER)
 
 
 class Aimd(NamedTuple):
-    """AIMD batching (Clipper). ``start``: the batch limit of every queue at the start."""
+    """Batches up to a learned limit: additive increase, multiplicative decrease (Clipper).
+
+    ``start``: the limit of every queue at the start.
+    """
 
     start: int = 1
 
@@ -115,7 +118,7 @@ class Aimd(NamedTuple):
             _run_limited(pool, now)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Learn from the batch that has ended; run the longest waiting queue."""
+        """Adapt the limit to the time of the batch that has ended; run the queue that has waited longest."""
         _learn(pool, now, device)
         rest(pool, device)
         _run_limited(pool, now)
@@ -219,7 +222,7 @@ _LARGEST_SETTING = 10**9
 
 
 def load_policy(reference: str) -> Policy:
-    """Return the policy of a name with settings, or of a class in a user's file. Raises ServingError."""
+    """Return a policy by reference: NAME, NAME:SETTING=NUMBER,… or path/to/file.py:CLASS. Raises ServingError."""
     own = split_reference(reference)
     if own is not None:
         path, name = own

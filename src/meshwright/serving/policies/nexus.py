@@ -1,16 +1,16 @@
-"""Nexus (SOSP 2019): a plan for an epoch says which device serves which models; frontends and devices follow it.
+"""Nexus (SOSP 2019): a plan for each epoch assigns models to devices; requests and batches follow the plan.
 
-Every ``epoch`` the measured rates are packed (`packing`). Until the next one, requests are distributed over the devices
-of their model by the shares of the plan, and each device serves its models in turn: it drops first requests until a
-batch of the planned size (or all that is left) is in time, and runs that. An epoch ends early, though not before a
-third of it, when the rate of a model leaves 0.8 to 1.1 times the rate of the plan. The first plan assumes equal rates,
-as none are known yet, and lasts a fifth of a second; each later epoch is five times as long as the one before, up to
-``epoch``.
+Every ``epoch`` the measured rates are packed (`packing`). Until the next epoch, requests are distributed over the
+devices of their model by the shares of the plan, and each device serves its models in turn: it drops first requests
+until a batch of the planned size (or all waiting requests) is in time, and runs this batch. An epoch ends early, though
+not before a third of it, if the rate of a model is outside 0.8 to 1.1 times the rate of the plan. The first plan
+assumes equal rates, as rates are not known yet, and lasts a fifth of a second; each later epoch is five times as long
+as the one before, up to ``epoch``.
 
 Not implemented from the published system: pre- and post-processing; releasing devices, as all devices are used
 (`packing.pack_all`); moving only the surplus of an overloaded device (by more than 1.05) to others, as each epoch packs
-everything again; and backup models, which serve requests that a device of the plan cannot. Where no packing exists,
-however low the rates, models are assigned to devices in turn (`packing.spread`).
+all models again; and backup models, which serve requests that a device of the plan cannot. If no packing exists even
+for very low rates, models are assigned to devices in turn (`packing.spread`).
 """
 
 from __future__ import annotations
@@ -80,12 +80,15 @@ _SECOND = 1_000_000_000
 
 
 class Nexus(NamedTuple):
-    """Batches planned again in each epoch (Nexus). ``epoch``: its length in seconds."""
+    """The policy Nexus: devices and batch sizes are planned for an epoch. ``epoch``: its length in seconds."""
 
     epoch: int = 30
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """Return a pool with queues for the most slots (models on devices) of a plan, and cells for the plan."""
+        """Return a pool with cells for a plan, and a queue for each of its slots.
+
+        A slot is a model on a device; a plan has at most as many as models and devices together.
+        """
         num_models, num_devices = len(facts["latency"]), facts["num_devices"]
         num_slots = num_devices + num_models
         most = int(np.max(facts["capacity"]))
@@ -103,7 +106,7 @@ class Nexus(NamedTuple):
         _deal_out(pool, now, queue, request, deadline)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Run the device's next model."""
+        """Run a batch of the device's next model."""
         rest(pool, device)
         _run_next(pool, now, device)
 

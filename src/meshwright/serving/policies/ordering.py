@@ -1,10 +1,10 @@
 """The order in which a queue is served (`prefer`); how slow devices are, learnt from their batches (`observe`).
 
-Requests are served by deadline, and by priority where not all can run at once. The upper byte of a request is its
-level, a number from -4 to 3: the lowest is the most important, and 0 is the default. A batch takes the most important
-of the requests that could run as one batch with the first request (`prefer`), so that these do not grow old; and where
-a request is refused, a less important one that waits is refused in its place (`least_important`). While no waiting
-request has a level, neither takes any time. Slowness is in thousandths of the modelled latency.
+Requests are served by deadline, and by priority if not all can run at once. The upper byte of a request is its level, a
+number from -4 to 3: the lowest level is the most important, and 0 is the default. A batch takes the most important of
+the requests that are due no earlier than the first request (`prefer`). If a request would be refused, a less important
+waiting request is refused in its place (`least_important`). While no waiting request has a level, neither takes any
+time. The slowness of a device is the time of its batches in thousandths of the modelled latency.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ _MEMORY, _LONG_MEMORY = 32, 256
 def observe(pool: Ints, now: int, device: int) -> None:
     """Learn a device's slowness from a batch that has ended.
 
-    ``SLOWNESS`` follows a high quantile of batch times. A batch far beyond it, after `_MEMORY` that were not, is
-    ignored: it is a hiccup, and its effect would last for fifty more. ``TYPICAL`` is the mean of slowness over recent
-    batches of all devices, ``USUAL`` a long mean for each device, and ``MEAN`` one of batch times.
+    ``SLOWNESS`` follows a high quantile of batch times. A batch that takes far longer, after `_MEMORY` batches that did
+    not, is ignored as a hiccup: its effect would last for fifty more batches. ``TYPICAL`` is the mean of ``SLOWNESS``
+    over recent batches of all devices, ``USUAL`` its long-term mean for each device, and ``MEAN`` the mean of batch
+    times for each device.
     """
     slowness = pool[pool[SLOWNESS] + device]
     expected = pool[pool[FREE_AT] + device] - pool[pool[BEGAN] + device]
@@ -71,9 +72,9 @@ def observe(pool: Ints, now: int, device: int) -> None:
 
 @compiled
 def virtual_end(pool: Ints, device: int) -> int:
-    """Return when the batch of a virtual device ends: it takes the mean time of the real device's batches.
+    """Return when (ns) the batch of a virtual device ends: it takes the mean time of the real device's batches.
 
-    That is less than planned, as nearly all batches should be in time.
+    The mean is less than the planned time, which nearly all batches keep.
     """
     began, slowness = pool[pool[BEGAN] + device], pool[pool[SLOWNESS] + device]
     return began + (pool[pool[FREE_AT] + device] - began) * (pool[pool[MEAN] + device] // PARTS) // slowness
@@ -92,19 +93,19 @@ def observe_virtual(pool: Ints, now: int, device: int) -> None:
 
 @compiled
 def expect_no_faster(pool: Ints, hoped: int) -> None:
-    """Raise ``TYPICAL`` to the slowness of the fastest device: requests must not wait as if a faster one existed.
+    """Raise ``TYPICAL`` to ``hoped``, the slowness of the fastest device: requests must not wait for a faster one.
 
-    ``TYPICAL`` follows batches only, and where all requests are lost there are no batches.
+    ``TYPICAL`` follows batches only; while all requests are lost, it would not change.
     """
     pool[TYPICAL] = max(pool[TYPICAL], hoped)
 
 
 @compiled
 def trust(pool: Ints, now: int, device: int) -> None:
-    """Lower the slowness of an idle device after a request was dropped because of it: it may have recovered.
+    """Lower the slowness of an idle device after a request was dropped because of it: the device may have recovered.
 
-    It is tried only after it was idle for the time of its last batch, so that a wrong try costs no more time than the
-    wait did; a device that is just free is measured by its batches.
+    This is done only if the device has been idle for the time of its last batch, so that a wrong try costs no more time
+    than the wait did. A device that has just become free is measured by its batches.
     """
     began, end = pool[pool[BEGAN] + device], pool[pool[FREE_AT] + device]
     if now - end >= end - began:
@@ -142,7 +143,7 @@ def is_same(request: int, other: int) -> bool:
 
 @compiled
 def count_level(pool: Ints, queue: int, request: int, change: int) -> None:
-    """Count a request that has entered a queue (1), or left it (-1)."""
+    """Update the count of a queue's requests by level; ``change`` is 1 for a request that enters it, -1 that leaves."""
     level = level_of(request)
     if level != 0:
         pool[pool[LEVELED] + NUM_LEVELS * queue] += change
@@ -163,7 +164,7 @@ def _count_at(pool: Ints, queue: int, level: int) -> int:
 
 @compiled
 def bring_forward(pool: Ints, queue: int, skipped: int, count: int) -> None:
-    """Move ``count`` requests after the first ``skipped`` ones in front of these."""
+    """Move the ``count`` requests that follow the first ``skipped`` requests of a queue to its front."""
     if skipped > 0:
         head, mask, start = pool[pool[HEAD] + queue], pool[pool[MASK] + queue], pool[pool[START] + queue]
         for column in (pool[DEADLINE] + start, pool[REQUEST] + start):
@@ -178,9 +179,9 @@ def bring_forward(pool: Ints, queue: int, skipped: int, count: int) -> None:
 
 @compiled
 def prefer(pool: Ints, queue: int, count: int) -> None:
-    """Move the ``count`` most important requests to the front, among those due no earlier than the first request.
+    """Move the ``count`` most important requests to the front, among requests due no earlier than the first request.
 
-    Ties go to those due first; all others stay in the order of their deadlines.
+    Among equally important requests, those due first are moved; the others stay in the order of their deadlines.
     """
     head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
     length = pool[pool[TAIL] + queue] - head
@@ -224,7 +225,10 @@ def prefer(pool: Ints, queue: int, count: int) -> None:
 
 @compiled
 def least_important(pool: Ints, queue: int, level: int) -> int:
-    """Return the place of the least important request below this level, the last due on a tie; or -1."""
+    """Return the position in a queue of its least important request, if that is less important than ``level``.
+
+    Among equally important requests it is the last one. Returns -1 if no request is less important than ``level``.
+    """
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     for least in range(_LAST, level, -1):
         count = pool[_count_at(pool, queue, least)]

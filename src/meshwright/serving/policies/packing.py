@@ -1,13 +1,14 @@
 """Squishy bin packing (Nexus, SOSP 2019, section 6.1): which device serves which models, in which batch sizes.
 
 A model with rate r and SLO L takes whole devices first: B is the largest batch with 2 l(B) ≤ L, each device serves
-B / l(B), and ⌊r l(B) / B⌋ of them are full. The remaining rate r' is served in rounds: in a duty cycle D a device runs
-a batch of b = ⌈D r'⌉ of each of its models, which is in time if D + l(b) ≤ L. Alone, D is the largest possible, b / r'
-with the largest b such that (b − 1) / r' + l(b) ≤ L. Models are merged, those that take most of a device first, each
-onto the device that is then fullest: D is the smallest of their cycles, batches shrink to it, and the merge fits if
-Σ l(b) ≤ D, and if the device has memory for all of them.
+B / l(B) requests per time, and ⌊r l(B) / B⌋ devices are full. The remaining rate r' is served in rounds: in a duty
+cycle D a device runs a batch of b = ⌈D r'⌉ of each of its models, which is in time if D + l(b) ≤ L. For a model alone
+on a device, D is the largest possible: b / r' with the largest b such that (b − 1) / r' + l(b) ≤ L. Then models are
+merged, those that take most of a device first, each onto the device that is fullest afterwards: D is the smallest of
+their cycles, batches shrink to it, and the merge fits if Σ l(b) ≤ D and the device has memory for all models.
 
-The result is one table of rows (device, model, batch, rate share, duty cycle, load), which `pack` fills.
+The result is one table of rows (device, model, batch, rate share, duty cycle, load), which `pack` fills. The rate share
+is in requests per ns, the duty cycle in ns, and the load the share of time in which the device computes.
 """
 
 from __future__ import annotations
@@ -143,8 +144,9 @@ def pack_all(
 ) -> int:
     """Pack about the highest multiple of all rates for which the devices suffice; return the number of rows.
 
-    If that is below the rates, they are served in part; if it is above, devices have room for uneven arrivals. Found by
-    bisection to a hundredth, assuming that lower rates fit wherever higher ones do.
+    A multiple below 1 means that the rates are served in part; above 1, devices have room for uneven arrivals. It is
+    found by bisection to a hundredth, assuming that if some rates fit, lower rates fit, too. The arguments are those of
+    `pack`.
     """
     low, high = 0.0, 1.0
     while high < 1e6 and pack(latency, row, most, slo, rates * high, memory, num_devices, table) >= 0:
@@ -160,7 +162,7 @@ def pack_all(
 
 @compiled
 def spread(latency: Ints, row: int, most: Ints, slo: Ints, num_devices: int, table: Floats) -> int:
-    """Fill ``table`` where no packing fits; return its number of rows.
+    """Fill ``table`` without packing, for models that `pack` cannot place; return its number of rows.
 
     Models are assigned to devices round-robin until each model has a device and each device a model.
     """

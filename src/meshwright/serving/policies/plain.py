@@ -6,9 +6,9 @@
         def wake(self, pool, now): ...                               # optional, with next_wake
         def next_wake(self, pool): ...
 
-The simulator calls it uncompiled, ten to a hundred times slower than a compiled one. Every call of such a policy is
-checked: more requests than wait, devices that are not idle, requests that it was not given, more decisions in one call
-than fit into the pool. Integers may be numpy's.
+The simulator calls it uncompiled, ten to a hundred times slower than a compiled policy. Every call of such a policy is
+checked. Refused are: more requests than wait, devices that are not idle, requests that the policy has not received, and
+more decisions in one call than fit into the pool. Integers may be numpy's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MOST_WAKES = 10_000
 
 
 class View:
-    """A pool as a plain policy sees it; times are nanoseconds, ``now`` the moment of the event."""
+    """A pool as a plain policy sees it. Times are in nanoseconds; ``now`` is the time of the current event."""
 
     def __init__(self, pool: Ints, now: int, given: dict[int, int]) -> None:
         self._pool = pool
@@ -85,13 +85,13 @@ class View:
         return int(queues.length_of(self._pool, self._queue(queue)))
 
     def deadline(self, queue: int, place: int = 0) -> int:
-        """Return when a request of a queue must be done (ns), less the slack; place 0 is the first one."""
+        """Return when (ns) a request must be done: its deadline less the slack; ``place`` 0 is the queue's first."""
         queue = self._queue(queue)
         place = _check(f"place in queue {queue}", place, self.length(queue))
         return int(queues.deadline_at(self._pool, queue, self._pool[self._pool[HEAD] + queue] + place))
 
     def latency(self, queue: int, batch: int) -> int:
-        """Return the time (ns) of a batch of a queue's model; a very large number for one that is too large."""
+        """Return the time (ns) of a batch of a queue's model; 2**61 for a batch that is too large."""
         queue, batch = self._queue(queue), _check("size of a batch", batch, NEVER)
         return int(queues.latency_of(self._pool, queue, batch)) if batch > 0 else 0
 
@@ -100,7 +100,7 @@ class View:
         return int(self._pool[self._pool[MOST] + self._pool[self._pool[MODEL] + self._queue(queue)]])
 
     def slo(self, queue: int) -> int:
-        """Return the time (ns) from arrival to deadline."""
+        """Return the SLO of a queue's model: the time (ns) from arrival to deadline."""
         return int(self._pool[self._pool[SLO] + self._pool[self._pool[MODEL] + self._queue(queue)]])
 
     @property
@@ -117,20 +117,20 @@ class View:
         return bool(queues.enter(self._pool, self.now, int(queue), int(request), int(deadline)))
 
     def refuse(self, queue: int, request: int) -> None:
-        """Drop the new request."""
+        """Drop the new request, which has not been put into its queue."""
         self._make_sure_of_room(1)
         self._take(queue, request)
         queues.refuse(self._pool, self.now, int(queue), int(request), CROWDED)
 
     def drop(self, queue: int, count: int) -> None:
-        """Drop the first requests of a queue."""
+        """Drop the first ``count`` requests of a queue."""
         queue = self._queue(queue)
         count = _check(f"number of requests of queue {queue} to drop", count, self.length(queue) + 1)
         self._make_sure_of_room(count)
         queues.drop(self._pool, self.now, queue, count, CROWDED)
 
     def run(self, queue: int, count: int, device: int) -> None:
-        """Run the first requests of a queue as a batch on an idle device."""
+        """Run the first ``count`` requests of a queue as a batch on an idle device."""
         queue = self._queue(queue)
         most = min(self.length(queue), self.largest(queue))
         count = _check(f"size of a batch of queue {queue}", count, most + 1, 1)
@@ -175,7 +175,7 @@ def _numbers(first: int, end: int) -> str:
 
 
 class PlainPolicy:
-    """Adapter between the driver and a user's class, with a new instance for each simulation."""
+    """Adapter between the driver and a user's policy class; a new instance of the class is made for each simulation."""
 
     def __init__(self, make: Callable[[], Any], path: Path) -> None:
         self._make, self._path = make, path
@@ -189,21 +189,22 @@ class PlainPolicy:
         self._woken, self._times = -1, 0
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """As `Policy`."""
+        """Call the user's ``arrive``; see `Policy.arrive`."""
         self._given[int(request)] = int(queue)
         with self._told("arrive"):
             self._mine.arrive(self._view(pool, now), int(now), int(queue), int(request), int(deadline))
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """As `Policy`."""
+        """Mark the device as idle, and call the user's ``free``; see `Policy.free`."""
         queues.rest(pool, device)
         with self._told("free"):
             self._mine.free(self._view(pool, now), int(now), int(device))
 
     def wake(self, pool: Ints, now: int) -> None:
-        """As `Policy`; do nothing if the class has no such method.
+        """Call the user's ``wake``, if the class has it; see `Policy.wake`.
 
-        Raises ServingError if it is woken repeatedly at one moment and decides nothing: time would not advance.
+        Raises ServingError if the policy is woken again and again at one moment and decides nothing, as time would not
+        advance.
         """
         if hasattr(self._mine, "wake"):
             with self._told("wake"):
@@ -217,7 +218,7 @@ class PlainPolicy:
             )
 
     def next_wake(self, pool: Ints) -> int:
-        """As `Policy`; `NEVER` if the class has no such method, or returns None."""
+        """Return the result of the user's ``next_wake`` (ns); `NEVER` if the class lacks it, or it returns None."""
         if not hasattr(self._mine, "next_wake"):
             return NEVER
         with self._told("next_wake"):
@@ -235,7 +236,7 @@ class PlainPolicy:
         missing = [name for name in _METHODS if not callable(getattr(mine, name, None))]
         if missing:
             raise ServingError(
-                f"What {self._path} makes has no method {missing[0]!r}; expected a class with "
+                f"The policy of {self._path} has no method {missing[0]!r}; expected a class with "
                 f"{' and '.join(_METHODS)}. See the page on writing a policy."
             )
         return mine

@@ -122,13 +122,13 @@ def allocate_pool(
     """Allocate a pool whose devices are all down and whose queues are empty.
 
     Args:
-        latency: ns of batches, models × (largest batch + 1); entry 0 is unused, too large batches take `NEVER`.
+        latency: ns of batches, an array (models, largest batch + 1); entry 0 is unused, too large batches are `NEVER`.
         slo: ns from arrival to deadline of each model, for the rate meters; requests bring their own deadlines.
         num_devices: devices, numbered from 0.
         model_of_queue: the model of each queue; a queue for each model by default.
         capacity: the least number of requests that each queue holds.
         num_own: cells for the policy's own state.
-        keep_ends: keep the heap ``END``, for a policy that uses when devices will be free.
+        keep_ends: keep the heap ``END``, for a policy that needs to know when devices will be free.
         delay_ns: time between a decision and its start on an idle device.
         slack_ns: how long before a deadline a batch must end.
         guard_ns: how much earlier than needed a policy asks to be woken.
@@ -180,6 +180,6 @@ def pool_for(policy: Any, facts: dict[str, Any]) -> Ints:
 
 
 def columns(pool: Ints) -> dict[str, Ints]:
-    """Return the columns of a pool by name, as views: writing to them changes it."""
+    """Return the columns of a pool by name, as views: writing to them changes the pool."""
     starts = pool[_FIRST_COLUMN : _FIRST_COLUMN + len(COLUMNS) + 1].tolist()
     return {name: pool[first:end] for name, first, end in zip(COLUMNS, starts[:-1], starts[1:], strict=True)}

@@ -52,7 +52,7 @@ from meshwright.serving.policies.pool import (
 
 @compiled
 def cells_of_heap(size: int) -> int:
-    """Return how many cells `lay_heap` takes."""
+    """Return the number of cells of a heap for ``size`` items (`lay_heap`)."""
     return 3 + 3 * size + 1
 
 
@@ -70,7 +70,7 @@ def lay_heap(array: Ints, at: int, size: int) -> None:
 
 @compiled
 def size_of(array: Ints, heap: int) -> int:
-    """Return the number of items."""
+    """Return the number of items in the heap."""
     return int(array[array[heap + 1]])
 
 
@@ -174,7 +174,7 @@ _CLEARLY = 16
 
 @compiled
 def latency_of(pool: Ints, queue: int, batch: int) -> int:
-    """Return the ns of a batch of a queue's model; `NEVER` for one that is too large."""
+    """Return the time (ns) of a batch of a queue's model; `NEVER` for a batch that is too large."""
     if batch >= pool[ROW]:
         return NEVER
     return pool[pool[LATENCY] + pool[pool[MODEL] + queue] * pool[ROW] + batch]
@@ -188,26 +188,26 @@ def length_of(pool: Ints, queue: int) -> int:
 
 @compiled
 def deadline_at(pool: Ints, queue: int, place: int) -> int:
-    """Return when the request at a place, from head to tail, must be done: its deadline less the slack."""
+    """Return when (ns) a request must be done: its deadline less the slack; ``place`` is from HEAD to TAIL."""
     at = pool[pool[START] + queue] + (place & pool[pool[MASK] + queue])
     return pool[pool[DEADLINE] + at] - pool[SLACK]
 
 
 @compiled
 def first_due(pool: Ints, queue: int) -> int:
-    """Return when the first request of a queue must be done; `NEVER` if the queue is empty."""
+    """Return when (ns) the first request of a queue must be done; `NEVER` if the queue is empty."""
     return deadline_at(pool, queue, pool[pool[HEAD] + queue]) if length_of(pool, queue) > 0 else NEVER
 
 
 @compiled
 def latency_on(pool: Ints, queue: int, batch: int, device: int) -> int:
-    """Return the expected ns of a batch on a device, by earlier batches there."""
+    """Return the expected time (ns) of a batch on a device, whose slowness is known from earlier batches."""
     return latency_of(pool, queue, batch) * pool[pool[SLOWNESS] + device] // NOMINAL
 
 
 @compiled
 def begin_on(pool: Ints, device: int, now: int) -> int:
-    """Return when a batch starts on a device that is decided now."""
+    """Return when (ns) a batch that is decided now starts on a device."""
     if pool[pool[DEVICE] + device] == IDLE:
         return now + pool[DELAY]
     return max(now + pool[DELAY], pool[pool[FREE_AT] + device])
@@ -215,7 +215,7 @@ def begin_on(pool: Ints, device: int, now: int) -> int:
 
 @compiled
 def idle_device(pool: Ints) -> int:
-    """Return the lowest-numbered fast idle device, so that the others stay idle; -1 if no device is idle."""
+    """Return the idle device to use next: the lowest-numbered of the fastest; -1 if no device is idle."""
     return first_of(pool, REST) if size_of(pool, REST) > 0 else -1
 
 
@@ -228,23 +228,24 @@ def forget_down(pool: Ints, heap: int) -> None:
 
 @compiled
 def first_end(pool: Ints, now: int) -> int:
-    """Return when the first device is expected to be free: now if one is idle. The pool must keep ends."""
+    """Return when (ns) a device is expected to be free: ``now`` if one is idle. The pool must keep ``END``."""
     return now if size_of(pool, REST) > 0 else max(least_of(pool, END, now), now)
 
 
 @compiled
 def value_work(pool: Ints, queue: int, unit: int) -> None:
-    """Set the device time (ns) of a request of this queue to ``unit``."""
+    """Set the device time of a request of this queue to ``unit`` (ns), and update the ``WORK`` of the pool."""
     pool[WORK] += (unit - pool[pool[UNIT] + queue]) * length_of(pool, queue)
     pool[pool[UNIT] + queue] = unit
 
 
 @compiled
 def least_slowness(pool: Ints, queue: int, begin: int, due: int) -> int:
-    """Return the least slowness of a device that a queue's first request, due then, can hope for.
+    """Return the slowness to assume for the first request of a queue, which is due at ``due``.
 
-    It may wait for a device that is faster than the idle ones. If no device is, it must not wait: devices would be
-    idle, and the requests behind it late as well.
+    If a device is faster than the idle ones, the request may wait for it, and `NOMINAL` is returned. If no device is
+    faster, the request must not wait, as devices would be idle and later requests late as well; then the slowness of
+    the idle device is returned.
     """
     device = idle_device(pool)
     if device < 0 or not begin + latency_of(pool, queue, 1) <= due < begin + latency_on(pool, queue, 1, device):
@@ -258,7 +259,7 @@ def least_slowness(pool: Ints, queue: int, begin: int, due: int) -> int:
 
 @compiled
 def drop_late(pool: Ints, now: int, queue: int, begin: int, slowness: int = NOMINAL) -> int:
-    """Drop the first requests that would be late even alone, starting then; return their number."""
+    """Drop the first requests that would be late even alone if they started at ``begin``; return their number."""
     latest = begin + latency_of(pool, queue, 1) * slowness // NOMINAL
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     at = head
@@ -270,7 +271,7 @@ def drop_late(pool: Ints, now: int, queue: int, begin: int, slowness: int = NOMI
 
 @compiled
 def largest_batch(pool: Ints, queue: int, begin: int, slowness: int = NOMINAL) -> int:
-    """Return the most first requests that are in time in a batch that starts at ``begin``; at least one."""
+    """Return the largest number of first requests that are in time as a batch that starts at ``begin``; at least 1."""
     room = (deadline_at(pool, queue, pool[pool[HEAD] + queue]) - begin) * NOMINAL // slowness
     low, high = 1, min(length_of(pool, queue), pool[pool[MOST] + pool[pool[MODEL] + queue]])
     while low < high:
@@ -284,7 +285,7 @@ def largest_batch(pool: Ints, queue: int, begin: int, slowness: int = NOMINAL) -
 
 @compiled
 def skip_for(pool: Ints, queue: int, begin: int, target: int, slowness: int = NOMINAL) -> int:
-    """Return how many first requests to drop so that a batch of the target, or of all the rest, is in time."""
+    """Return how many first requests to drop so that a batch of ``target`` requests, or of all others, is in time."""
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     at = head
     while at < tail - 1:
@@ -297,7 +298,10 @@ def skip_for(pool: Ints, queue: int, begin: int, target: int, slowness: int = NO
 
 @compiled
 def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool:
-    """Enqueue a request by deadline; return False if it was dropped: the queue is full of no less important ones."""
+    """Enqueue a request by deadline; return False if it was dropped, as the queue is full.
+
+    A full queue drops a less important waiting request instead, if it has one.
+    """
     mask, start = pool[pool[MASK] + queue], pool[pool[START] + queue]
     if length_of(pool, queue) > mask and not displace(pool, now, queue, request, FULL):
         return False
@@ -323,7 +327,7 @@ def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool
 
 @compiled
 def displace(pool: Ints, now: int, queue: int, request: int, reason: int) -> bool:
-    """Drop a less important waiting request, or else this one; return whether there is room for this one now."""
+    """Drop a less important waiting request, or else the given one; return whether a waiting one was dropped."""
     place = least_important(pool, queue, level_of(request))
     if place >= 0:
         _take_out_of(pool, now, queue, place, reason)
@@ -342,14 +346,14 @@ def refuse(pool: Ints, now: int, queue: int, request: int, reason: int) -> None:
 
 @compiled
 def drop(pool: Ints, now: int, queue: int, count: int, reason: int) -> None:
-    """Drop the first requests of a queue."""
+    """Drop the first ``count`` requests of a queue."""
     if count > 0:
         decide_to_drop(pool, now, queue, _leave(pool, queue, count), count, reason)
 
 
 @compiled
 def cancel(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool:
-    """Drop one request, wherever it is in its queue; return False if it is not there (any more)."""
+    """Drop one request, wherever it is in a queue; return False if it is not in the queue (any more)."""
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     mask, start = pool[pool[MASK] + queue], pool[pool[START] + queue]
     deadlines, requests = pool[DEADLINE] + start, pool[REQUEST] + start
@@ -386,9 +390,10 @@ def _take_out_of(pool: Ints, now: int, queue: int, place: int, reason: int) -> N
 
 @compiled
 def run(pool: Ints, now: int, queue: int, count: int, device: int) -> None:
-    """Run a batch of a queue on a device as soon as it is free; it must not have a next batch already.
+    """Run a batch of a queue on a device as soon as the device is free; it must not have a next batch already.
 
-    The batch was sized for the first requests; more important ones that can run in their place do (`ordering`).
+    The batch has as many requests as were counted from the front of the queue. More important requests that can run in
+    their place do (`ordering.prefer`).
     """
     prefer(pool, queue, count)
     begin = begin_on(pool, device, now)
@@ -416,7 +421,7 @@ def preempt(pool: Ints, now: int, device: int) -> None:
 
 @compiled
 def resize(pool: Ints, now: int, wanted: int) -> None:
-    """Ask the driver for ``wanted`` devices."""
+    """Decide that ``wanted`` devices are wanted; the driver starts or releases devices."""
     decide(pool, RESIZE, wanted, 0, pool[NUM_CHOSEN], 0, now)
 
 
@@ -432,7 +437,7 @@ def begin_waiting(pool: Ints, queue: int, count: int, device: int, begin: int) -
 
 @compiled
 def end_batch(pool: Ints, now: int, device: int, taken: int) -> None:
-    """Correct the start of a batch that took ``taken`` ns: a late notice of its end does not make its device slow."""
+    """Correct the start of a batch that took ``taken`` ns: a late notice of its end does not count as slowness."""
     later = now - taken - pool[pool[BEGAN] + device]
     pool[pool[BEGAN] + device] += later
     pool[pool[FREE_AT] + device] += later

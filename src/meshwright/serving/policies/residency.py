@@ -1,15 +1,17 @@
-"""Models on devices where not all fit: load the models in demand and evict the least recently used ones.
+"""Models on devices that cannot hold all of them: load the models in demand, and evict the least recently used ones.
 
-A device copies the weights of one model at a time, while it computes, in a known time; so no driver has to notify a
-policy of the end. Demand is the device time of a queue's requests that can still be in time after a load, and of those
-that were dropped because the model was missing. It is divided among the devices that hold the model or are loading it;
-the part that these cannot do within an SLO, besides all other demand assigned to them, is not served. The model with
-most unserved demand is loaded (Clockwork, OSDI 2020, divides demand unevenly, in favour of devices with less to do). It
-goes to the device with least to do. The least recently used models there are evicted, except those whose batch is
-running or next, and those that have run nothing since they were loaded while requests wait for them: so each load
-serves something, however short it is.
+A device copies the weights of one model at a time, while it computes, in a known time. Therefore drivers do not notify
+policies of the end of a load.
 
-Devices come up empty. Queues are numbered like models. The state is in a policy's own cells: `lay_residency`.
+The demand of a model is the device time of its queued requests that can still be in time after a load, and of requests
+that were dropped because the model was missing. Demand is divided among the devices that hold the model or are loading
+it. The part that these devices cannot do within an SLO, besides the other demand assigned to them, is unserved. The
+model with most unserved demand is loaded onto the device with least to do. (Clockwork, OSDI 2020, divides demand
+unevenly, in favour of devices with less to do.) The least recently used models on that device are evicted. A model is
+not evicted while its batch is running or next, nor while requests wait for it and it has not run since it was loaded,
+so that each load serves requests.
+
+Devices come up empty. Queues are numbered like models. The state is in a policy's own cells (`lay_residency`).
 """
 
 from __future__ import annotations
@@ -68,19 +70,22 @@ _MOST_DECISIONS = 512
 
 
 class Weights(NamedTuple):
-    """Memory of each model, in `PARTS` of a device, and its load time (ns); empty if devices hold all models."""
+    """For each model: its memory, in units of 1 / `PARTS` of a device's memory, and its load time (ns).
+
+    Both arrays are empty if devices hold all models.
+    """
 
     memory: Ints
     load: Ints
 
 
 def cells_of_residency(num_devices: int, num_models: int) -> int:
-    """Return how many cells `lay_residency` takes."""
+    """Return the number of cells that `lay_residency` needs."""
     return COPYING + cells_of_heap(num_devices) + 3 * num_models + 4 * num_devices + 2 * num_devices * num_models
 
 
 def lay_residency(pool: Ints, at: int, weights: Weights, num_devices: int) -> None:
-    """Lay out the cells for devices that hold nothing yet."""
+    """Initialise the cells from ``at`` on, for devices that do not hold models yet."""
     num_models = len(weights.load)
     pool[at + _IS_ON] = 1
     lay_heap(pool, at + COPYING, num_devices)
@@ -99,27 +104,27 @@ def lay_residency(pool: Ints, at: int, weights: Weights, num_devices: int) -> No
 
 @compiled
 def is_there(pool: Ints, at: int, queue: int, device: int, now: int) -> bool:
-    """Return whether a device holds a queue's model completely."""
+    """Return whether a device holds a queue's model, and has completely loaded it by ``now``."""
     return bool(_there_at(pool, at, queue, device) <= now)
 
 
 @compiled
 def note_run(pool: Ints, at: int, queue: int, device: int, now: int, is_next: bool) -> None:
-    """Note a batch that was given to a device, which computes it at once or next."""
+    """Record that a device computes a batch of a queue, at once or, with ``is_next``, after its current batch."""
     pool[pool[at + (_FOLLOWS if is_next else _RUNS)] + device] = queue
     pool[pool[at + _LAST] + device * pool[NUM_QUEUES] + queue] = now
 
 
 @compiled
 def note_end(pool: Ints, at: int, device: int) -> None:
-    """Note that a device has ended its batch, and starts the next one if it has one."""
+    """Record that a device has ended its batch, and starts its next batch if it has one."""
     pool[pool[at + _RUNS] + device] = pool[pool[at + _FOLLOWS] + device]
     pool[pool[at + _FOLLOWS] + device] = -1
 
 
 @compiled
 def note_come_up(pool: Ints, at: int, device: int, now: int) -> None:
-    """Note that a device has come up, and holds nothing."""
+    """Record that a device has come up, and does not hold models."""
     note_end(pool, at, device)
     note_end(pool, at, device)
     take_out(pool, at + COPYING, device)
@@ -130,7 +135,7 @@ def note_come_up(pool: Ints, at: int, device: int, now: int) -> None:
 
 @compiled
 def end_load(pool: Ints, at: int, device: int) -> int:
-    """End the load of a device; return the queue of that model."""
+    """Record that a device has loaded a model; return the queue of this model."""
     take_out(pool, at + COPYING, device)
     return int(pool[pool[at + _LOADED] + device])
 
@@ -162,7 +167,10 @@ def drop_hopeless(pool: Ints, at: int, queue: int, now: int) -> None:
 
 @compiled
 def load_most_wanted(pool: Ints, at: int, now: int, asked: int) -> None:
-    """Load the model with most unserved demand, if there is any, among waiting queues and ``asked`` (or -1)."""
+    """Load the model with most unserved demand among all waiting queues and the queue ``asked`` (-1: no further queue).
+
+    No model is loaded if all demand is served, or if no device can load a model now.
+    """
     num_devices = pool[NUM_DEVICES]
     dealt = np.zeros(num_devices, np.int64)
     num_ready = 0

@@ -1,8 +1,8 @@
 """Shepherd's online algorithm FLEX (NSDI 2023): the largest batch first, and preemption by much larger ones.
 
 A free device runs the largest batch, over all models, whose requests are in time. When a request arrives and no device
-is idle, the batch of its queue preempts the smallest running one if it is at least ``factor`` times as large; preempted
-requests are resubmitted.
+is idle, the batch of its queue preempts the smallest running batch if it has at least ``factor`` percent of that
+batch's size; preempted requests are resubmitted.
 
 The published pseudocode merges preempted requests with the waiting ones of the same queue; here they are resubmitted
 first.
@@ -46,17 +46,17 @@ from meshwright.spec import ServingError
 
 
 class Shepherd(NamedTuple):
-    """Settings: ``factor``, how much larger a batch must be than one that it preempts, in percent."""
+    """The policy Shepherd. ``factor``: the least size of a batch that preempts another, in percent of the other."""
 
     factor: int = 300
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
         """Return a pool with a heap of busy devices by the size of their batch.
 
-        Raises ServingError for a factor with which two batches would preempt each other for ever.
+        Raises ServingError for a factor of at most 100, by which two batches would preempt each other for ever.
         """
         if self.factor <= 100:
-            raise ServingError(f"shepherd:factor={self.factor}: expected more than 100 (percent).")
+            raise ServingError(f"shepherd:factor={self.factor}: expected a factor of more than 100 (percent).")
         pool = allocate_pool(**facts, num_own=cells_of_heap(facts["num_devices"]))
         lay_heap(pool, int(pool[OWN]), facts["num_devices"])
         return pool

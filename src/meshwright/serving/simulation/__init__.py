@@ -4,7 +4,7 @@ simulate_serving  simulate a deployment for some seconds; devices that hold only
 goodput           the highest rates that a policy serves, and policies compared
 serving_engine    the event loop
 fleet_series      devices that are started and released
-weights           devices that hold some of the models, and load others
+weights           devices that hold some of the models, and load other models on demand
 """
 
 from meshwright.serving.simulation.goodput import IN_TIME, compare_policies, find_goodput

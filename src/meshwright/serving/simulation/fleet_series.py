@@ -1,8 +1,8 @@
-"""Devices of a deployment that scales: starting, up, draining, released or failed, and how long each was held.
+"""The simulated devices of a deployment that scales: starting, up, draining, released or failed; and their use.
 
-Starting a device takes ``START``; the first device that is down, not failed and no longer busy is started. A released
-device finishes its batches. A device that fails while it starts must be started again; so must one that returns from a
-failure. Without scaling the fleet is off, and all devices are up except failed ones.
+To start a device takes the time ``START``; the first device that is down, not failed and no longer busy is started. A
+released device first finishes its batches. A device that fails while it starts, or that returns from a failure, must be
+started again. Without scaling the fleet is off, and all devices are up except failed ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _NS = 1e9
 
 
 class FleetSeries(NamedTuple):
-    """``series``: moment, devices that are up, starting and wanted; moment -1 for an unused row."""
+    """The state of a fleet, in arrays: ``numbers``, the ``table`` of devices, and the ``scaler``.
+
+    ``series`` has rows of time (ns; -1: unused row), and devices that are up, starting and wanted.
+    """
 
     numbers: Ints
     table: Ints
@@ -42,10 +45,11 @@ class FleetSeries(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scaled:
-    """Use of devices by a deployment that scales.
+    """The use of devices by a deployment that scales.
 
-    ``device_s`` counts a device from its start until the end of its last batch; ``mean_devices`` are usable devices.
-    ``series`` has rows of seconds, devices up, starting and wanted, one whenever a number changed, at most 4,096 rows.
+    ``device_s`` is the sum over all devices of the seconds from a start until the end of the last batch.
+    ``mean_devices`` is the mean number of devices that are up, ``num_starts`` the number of starts. ``series`` has a
+    row whenever a number changed, at most 4,096: seconds, and devices that are up, starting and wanted.
     """
 
     device_s: float
@@ -54,12 +58,12 @@ class Scaled:
     series: NDArray[np.float64] = field(repr=False)
 
     def points(self) -> list[dict[str, float]]:
-        """Return the series as dictionaries."""
+        """Return the rows of the series as dictionaries: ``at_s``, ``num_up``, ``num_starting``, ``num_wanted``."""
         names = ("at_s", "num_up", "num_starting", "num_wanted")
         return [dict(zip(names, (at, *map(int, counts)), strict=True)) for at, *counts in self.series.tolist()]
 
     def row(self) -> dict[str, float]:
-        """Return figures for a table."""
+        """Return the figures as a part of a table's row."""
         return {"device_s": self.device_s, "mean_devices": self.mean_devices, "num_starts": self.num_starts}
 
 
@@ -75,8 +79,8 @@ def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns:
         return FleetSeries(numbers, table, np.zeros((0, 4), np.int64), np.zeros(0, np.int64))
     if isinstance(policy, Nexus):
         raise ServingError(
-            "Policy nexus plans for all devices one epoch ahead, and cannot say how many it needs. Remove the scaling, "
-            "or choose another policy."
+            "Policy nexus plans for all devices one epoch ahead, and does not support scaling. Remove scaling from the "
+            "deployment, or choose another policy."
         )
     every, point = round(scaling.every * _NS), span_ns // POINTS + 1
     numbers[[NEXT, DECISION_AT, EVERY]] = every
@@ -96,7 +100,7 @@ def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns:
 
 
 def refuse_scaling(deployment: Deployment) -> None:
-    """Raise ServingError for a deployment that scales, where the question is about a fixed number of devices."""
+    """Raise ServingError if a deployment scales its devices; for commands that need a fixed number of devices."""
     if deployment.scaling is not None:
         raise ServingError(
             "The deployment scales its devices with the load, but this command needs a fixed number of devices. Remove "
@@ -105,7 +109,7 @@ def refuse_scaling(deployment: Deployment) -> None:
 
 
 def what_was_taken(fleet: FleetSeries, end: int) -> Scaled | None:
-    """Return what a fleet used until ``end`` (ns); None if it is off."""
+    """Return the use of devices by a fleet until ``end`` (ns); None without scaling."""
     if not fleet.numbers[IS_ON]:
         return None
     table = fleet.table
@@ -128,7 +132,7 @@ def what_was_taken(fleet: FleetSeries, end: int) -> Scaled | None:
 
 @compiled
 def decide_on_devices(fleet: FleetSeries, pool: Ints, now: int) -> int:
-    """Start devices that are wanted, or cancel starts; return how many devices have to be drained."""
+    """Decide how many devices are wanted; start devices or cancel starts; return how many devices must be drained."""
     numbers, table = fleet.numbers, fleet.table
     numbers[DECISION_AT] = now + numbers[EVERY]
     wanted = wanted_devices(fleet.scaler, pool, now)
@@ -164,7 +168,7 @@ def take_ready(fleet: FleetSeries, now: int) -> int:
 
 @compiled
 def leave(fleet: FleetSeries, device: int, is_at_work: bool, now: int) -> None:
-    """Take a device out of service; it is held until its batches have ended."""
+    """Take a device out of service; while ``is_at_work``, it is still held until its batches have ended."""
     if fleet.table[UP_SINCE, device] >= 0:
         fleet.table[UP, device] += now - fleet.table[UP_SINCE, device]
         fleet.table[UP_SINCE, device] = -1
@@ -201,7 +205,7 @@ def note_devices(fleet: FleetSeries, pool: Ints, now: int) -> None:
 
 @compiled
 def can_help(fleet: FleetSeries, pool: Ints) -> bool:
-    """Return whether devices can still come up for waiting requests although no other event is left."""
+    """Return whether a device is starting or can be started, for requests that wait while no other event is left."""
     if fleet.numbers[IS_ON] == 0 or pool[NUM_UP] > 0:
         return bool(fleet.numbers[NUM_STARTING] > 0)
     for device in range(pool[NUM_DEVICES]):

@@ -1,6 +1,7 @@
 """Goodput (`find_goodput`): the highest rates at which a policy answers a given share of requests in time; its bound.
 
-`compare_policies` gives each policy's **regret**: its shortfall in answers in time against the best other policy.
+`compare_policies` computes each policy's **regret**: the share of answers in time that it loses against the best other
+policy.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def scale_bound(
     warm_up_s: float = 0.0,
     equation: Equation = "staggered",
 ) -> float | None:
-    """Return the highest multiple of all rates that the devices can serve; None if no requests arrive."""
+    """Return the highest factor on ``scale`` times all rates that the devices can serve by an equation of `batching`.
+
+    Returns None if no requests arrive in the counted time.
+    """
     split, bound = scale, 0.0
     for _ in range(_MOST_SPLITS):
         models = expand_deployment(deployment, split).models
@@ -60,18 +64,18 @@ def find_goodput(
     tolerance: float = 0.002,
     warm_up_s: float = 1.0,
 ) -> tuple[float, ServingResult]:
-    """Return the highest scale of all rates at which this share of requests is in time, and the result at it.
+    """Return the highest factor on all rates at which a share ``in_time`` of requests is in time, and its result.
 
-    Found by bisection below twice the staggered bound, to a relative tolerance; 0 if the scale is less than that
-    tolerance of the interval. Raises ServingError if no requests arrive, if no request is counted at any scale, for a
-    deployment that scales, and for less than a period of diurnal arrivals.
+    The factor is found by bisection between 0 and twice the staggered bound, to a relative ``tolerance``; it is 0 if
+    even ``tolerance`` times this interval is too high. Raises ServingError if no requests arrive, if no request is
+    counted at any factor, for a deployment with scaling, and for less than a period of diurnal arrivals.
     """
     refuse_scaling(deployment)
     models = expand_deployment(deployment).models
     refuse_part_of_wave(models, seconds)
     rates = [mean_rate(model.arrivals) for model in models]
     if not any(rates):
-        raise ServingError("No requests arrive in this deployment, so no multiple of its rates is the highest.")
+        raise ServingError("No requests arrive in this deployment, so its rates have no highest multiple.")
     # At other scales, other parts of a trace are simulated.
     bound = scale_bound(deployment, seconds, warm_up_s=warm_up_s)
     if bound is None:
@@ -97,10 +101,11 @@ def find_goodput(
 def compare_policies(
     deployment: Deployment, policies: Mapping[str, Policy], seconds: float, **options: Any
 ) -> tuple[dict[str, ServingResult], list[dict[str, Any]]]:
-    """Return results by name, and a row for each with its ``regret_share``: its shortfall against the best other one.
+    """Simulate a deployment under several policies; return the results by name, and a row of figures for each.
 
-    Both are shares of goodput. The regret of the best policy is 0; its ``ahead_share`` says by how much it exceeds the
-    best other one. ``options`` are those of `simulate_deployment`.
+    ``regret_share`` in a row is the share of goodput that the policy loses against the best other policy, 0 for the
+    best. ``ahead_share`` is the share by which the best policy exceeds the best other policy, 0 for the others.
+    ``options`` are those of `simulate_deployment`.
     """
     results = {name: simulate_deployment(deployment, policy, seconds, **options) for name, policy in policies.items()}
     rows = []

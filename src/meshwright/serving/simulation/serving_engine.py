@@ -1,7 +1,7 @@
 """The event loop of the simulator: requests, devices and a policy on a virtual clock, compiled as one function.
 
-Events are processed in the order of their moments. At equal moments, batches end first; then devices fail or return;
-then started devices come up and the number of devices is decided (`fleet`); then the policy is woken; then requests
+Events are processed in the order of their times. At equal times, batches end first; then devices fail or return; then
+started devices come up and the number of devices is decided (`fleet_series`); then the policy is woken; then requests
 arrive. Numba compiles the loop together with the policy's functions; `simulate_plainly` is the same source uncompiled,
 for a policy of plain Python.
 """
@@ -80,7 +80,11 @@ _LONGEST = 2.0**60
 
 
 class ServingRun(NamedTuple):
-    """The outcome: counts and latency histogram by model; busy ns and loads by device; number of batches by size."""
+    """The outcome of a simulation.
+
+    ``counts`` and latency ``histogram`` by model; ``busy`` time (ns) and number of ``loads`` by device; number of
+    ``batches`` by size.
+    """
 
     counts: Ints
     histogram: NDArray[np.int32]
@@ -90,12 +94,12 @@ class ServingRun(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """True behaviour of devices, whatever the policy expects; requests before ``counted_from`` are not counted.
+    """The true behaviour of devices, which may differ from what the policy expects.
 
-    ``latency`` as in a pool; a batch's time is divided by the device's ``speed``; ``jitter`` is the deviation of a
-    lognormal factor with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``,
-    ascending; the last moment is `NEVER`, so that a next one always exists. ``weights`` has models only if devices do
-    not hold all of them.
+    ``latency`` is as in a pool. A batch's time is divided by the device's ``speed``, and multiplied by a lognormal
+    factor of mean 1 and deviation ``jitter``. Device ``change_device[i]`` fails (``change_up[i]`` is 0) or returns at
+    ``change_at[i]`` (ns, ascending); the last time is `NEVER`, so that a next one always exists. Requests before
+    ``counted_from`` (ns) are not counted. ``weights`` is empty if devices hold all models.
     """
 
     latency: Ints
@@ -109,13 +113,14 @@ class Truth(NamedTuple):
 
 
 class DeviceBehaviour(NamedTuple):
-    """State of the simulated devices.
+    """The state of the simulated devices.
 
-    ``ends`` is a heap of the busy devices by the end of their batch. ``work`` has the batch of each device and, in its
-    second half, the next one (model, count, begin); ``requests`` has their requests. A policy may use a queue for
-    another model before the batch ends. ``there_at`` and ``memory`` state when a device holds each model, and its used
-    memory, if devices do not hold all models (`weights`). ``lost`` are requests that were lost and not yet resubmitted:
-    how many were resubmitted, how many were lost, and a ring of (model, request).
+    ``ends`` is a heap of the busy devices by the end of their batch. ``work`` has rows (model, count, begin): the batch
+    of each device, and in the second half its next batch; ``requests`` has their requests. (The model is stored, as a
+    policy may use the queue for another model before the batch ends.) ``there_at`` is when a device will hold each
+    model, and ``memory`` its used memory, if devices do not hold all models (`weights`). ``lost`` are requests that
+    were lost and not yet resubmitted: number of resubmitted requests, number of lost requests, and a ring of
+    (model, request).
     """
 
     ends: Ints
@@ -137,9 +142,9 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
     fleet: FleetSeries,
     seed: int,
 ) -> int:
-    """Run all requests through a policy; return the moment of the last event (ns).
+    """Simulate all requests under a policy; return the time of the last event (ns). Results are added to ``outcome``.
 
-    Request i arrives at ``arrival[i]``, ascending, for ``queue[i]``; its deadline is its model's SLO later.
+    Request i arrives at ``arrival[i]`` (ns, ascending) for ``queue[i]``; its deadline is one SLO of its model later.
     """
     np.random.seed(seed)  # numba's own generator, of this thread  # noqa: NPY002
     num_devices, num_requests = pool[NUM_DEVICES], len(arrival)

@@ -1,4 +1,4 @@
-"""Simulate a deployment under a policy (`simulate_deployment`): requests in time, latencies, use of devices; groups."""
+"""Simulate a deployment under a policy (`simulate_deployment`): requests in time, latencies and use of devices."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ _DEALING = 2**32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SubDeployment:
-    """One group as a ``deployment`` of its own; its devices start at ``first_device`` of the whole deployment.
+    """One group of a deployment as a separate ``deployment``.
 
-    ``numbers`` are the indices of its models in the whole deployment, ``chosen`` those of its requests, with the
-    ``queue`` of each; copies have an index each.
+    Its first device has the number ``first_device`` in the whole deployment. ``numbers`` are the indices of its models,
+    and ``chosen`` those of its requests, in the whole deployment; ``queue`` is the index of each request's model in the
+    group. Each copy of a model has its own index.
     """
 
     deployment: Deployment
@@ -63,7 +64,7 @@ class SubDeployment:
 # their weights, before the simulation starts: the split of a load balancer that does not know the groups' queues. One
 # that knew them would lose fewer requests. Requests for a model that no group holds are not sent to any.
 def split_groups(deployment: Deployment, whose: NDArray[np.int32], seed: int) -> Iterator[SubDeployment]:
-    """Yield the groups with their requests; ``whose`` is the model of each request, with an index for each copy."""
+    """Yield the groups with their requests; ``whose`` is the index of each request's model, counting each copy."""
     copies = np.array([model.copies for model in deployment.models])
     lot = np.random.default_rng([seed, _DEALING]).random(len(whose))
     weight = np.array([[group.weight_of(model.name) for model in deployment.models] for group in deployment.groups])
@@ -113,12 +114,12 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedCounts:
-    """Outcome of the requests of one model (or several), counted; ``dropped`` by reason.
+    """Counts of the outcomes of the requests for one model.
 
-    Reasons are those of policies (`pool.REASONS`), ``unplaced`` if no group holds the model, and ``unanswered`` for
-    requests that still waited when no event was left. Answers in time, late answers and drops sum to all requests.
-    ``num_again`` counts requests that were lost with a device and resubmitted. ``histogram`` counts latencies in bins
-    of SLO / `PLACES`.
+    ``dropped`` counts dropped requests by reason: the reasons of policies (`pool.REASONS`), ``unplaced`` if no group
+    holds the model, and ``unanswered`` for requests that still waited when the simulation ended. Answers in time, late
+    answers and drops sum to all requests. ``num_again`` counts requests that were lost with a device and resubmitted.
+    ``histogram`` counts latencies in bins of SLO / `PLACES`.
     """
 
     model: str
@@ -138,18 +139,18 @@ class ServedCounts:
 
     @property
     def mean_batch(self) -> float:
-        """Mean requests of a batch."""
+        """Mean number of requests of a batch; 0 without batches."""
         return (self.num_in_time + self.num_late) / self.num_batches if self.num_batches else 0.0
 
     @property
     def longest_s(self) -> float:
-        """Longest latency (s) that the histogram resolves."""
+        """Longest latency (s) that the histogram can tell from longer ones."""
         return (PLACES * SLOS - 1) / PLACES * self.slo_s
 
     def latency_s(self, share: float) -> float | None:
-        """Return the latency (s) that this share of the answers did not exceed, to a thousandth of the SLO.
+        """Return a percentile of the latencies (s): the one that a ``share`` (0..1) of the answers did not exceed.
 
-        None without answers, infinite if it is more than ``longest_s``.
+        It is exact to a thousandth of the SLO; None without answers, infinite if it is more than ``longest_s``.
         """
         total = int(self.histogram.sum())
         if not total:
@@ -158,7 +159,10 @@ class ServedCounts:
         return (place + 0.5) / PLACES * self.slo_s if place < PLACES * SLOS - 1 else math.inf
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """Return figures for a table; for an infinite latency, the value that it exceeds."""
+        """Return the figures as a row of a table; rates are per second of the counted time ``seconds``.
+
+        For an infinite latency, the row has the value that it exceeds (``p99_over_s``).
+        """
         return {
             "model": self.model,
             "requests_per_s": self.num_requests / seconds,
@@ -174,10 +178,12 @@ class ServedCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServingResult:
-    """``models`` in the order of the deployment, copies together; ``busy_s`` of each device; ``batches`` by size.
+    """The result of a simulation.
 
-    ``seconds`` is the counted time, ``end_s`` the moment at which the last request was done. ``scaled`` is given if the
-    deployment scales, ``num_loads`` if models are loaded.
+    ``seconds`` is the counted time, ``end_s`` the time at which the last request was done. ``models`` are in the order
+    of the deployment, copies together. ``busy_s`` are the seconds in which each device computed, ``batches[b]`` is the
+    number of batches of b requests. ``scaled`` is None without scaling, ``num_loads`` (number of loads of models) is
+    None if devices hold all models.
     """
 
     seconds: float
@@ -190,12 +196,12 @@ class ServingResult:
 
     @property
     def num_requests(self) -> int:
-        """Requests of all models."""
+        """Number of requests for all models."""
         return sum(model.num_requests for model in self.models)
 
     @property
     def in_time_share(self) -> float:
-        """Share of all requests that were answered in time."""
+        """Share of all requests that were answered in time (0..1); 1 without requests."""
         return sum(model.num_in_time for model in self.models) / self.num_requests if self.num_requests else 1.0
 
     @property
@@ -205,12 +211,12 @@ class ServingResult:
 
     @property
     def busy_share(self) -> float:
-        """Share of the devices' time in which they computed; with scaling, of the time in which they were held."""
+        """Share of the time (0..1) in which devices computed; with scaling, of the time in which they were held."""
         held = self.scaled.device_s if self.scaled is not None else len(self.busy_s) * self.end_s
         return float(self.busy_s.sum() / held) if held else 0.0
 
     def row(self) -> dict[str, Any]:
-        """Return figures of all models together."""
+        """Return a row of figures for all models together."""
         known = [(found, model) for model in self.models if (found := model.latency_s(0.99)) is not None]
         worst = max((found for found, _ in known), default=None)
         over = max((min(found, model.longest_s) for found, model in known), default=0.0)
@@ -240,12 +246,13 @@ def simulate_deployment(
     scale: float = 1.0,
     warm_up_s: float = 0.0,
 ) -> ServingResult:
-    """Simulate requests of ``seconds`` after those of a warm-up, which are not counted, until the last one is done.
+    """Simulate the requests that arrive in a warm-up and in ``seconds`` after it, until the last request is done.
 
-    If traces end before that, `counted_time` gives the counted time. Calls of queries, and trunks, are simulated as
-    models (`expansion`). ``scale`` multiplies all arrival rates. Raises ServingError if devices that are in no group
-    have too little memory for all models and the policy does not load them, for a policy that cannot scale under a
-    deployment that does, and if the simulation does not fit into memory.
+    Requests of the warm-up (``warm_up_s``) are not counted. If traces end earlier, the counted time is shorter
+    (`counted_time`). Calls of queries, and trunks, are simulated as models (`expansion`). ``scale`` multiplies all
+    arrival rates. Raises ServingError if all models together do not fit onto a device, the deployment has no groups,
+    and the policy cannot load models; if the deployment has scaling and the policy does not support it; and if the
+    simulation does not fit into memory.
     """
     deployment = expand_deployment(deployment, scale)
     weights = find_weights(deployment, policy)
@@ -344,7 +351,7 @@ def _empty(num_models: int, num_devices: int, row: int) -> ServingRun:
 
 
 def latency_table(deployment: Deployment) -> Ints:
-    """Return the ns of batches, models × sizes with a row for each copy; `NEVER` for batches longer than the SLO."""
+    """Return the time (ns) of batches, an array (models, counting each copy; sizes from 0); `NEVER` if over the SLO."""
     rows = []
     for model in deployment.models:
         row = batch_nanoseconds(model.line, model.slo)
@@ -363,9 +370,9 @@ def make_pool(
     weights: Weights = NO_WEIGHTS,
     waiting: Ints | None = None,
 ) -> Ints:
-    """Return a deployment's pool for a policy, with queues for more than the requests of one SLO.
+    """Return a deployment's pool for a policy, whose queues have room for more than the requests of one SLO.
 
-    ``waiting`` is the most requests that can wait in each queue, if that is known.
+    ``latency`` is the table of `latency_table`; ``waiting`` the most requests that can wait in each queue, if known.
     """
     slo, room = [], []
     for model in deployment.models:

@@ -1,7 +1,7 @@
-"""Memory of devices that do not hold all models: which models they hold, and which are being copied.
+"""The simulated memory of devices that do not hold all models: which models they hold, and which are being copied.
 
-A device copies models while it computes, one after the other. It is an error of the policy to run a batch on a device
-without its model, or to load more than there is room for.
+A device copies models while it computes, one after the other. If a policy runs a batch on a device without its model,
+or loads more than fits, RuntimeError is raised.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ NO_WEIGHTS = Weights(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def find_weights(deployment: Deployment, policy: Policy) -> Weights:
-    """Return sizes and load times of models, one by copy, if they do not all fit; else, or with groups, `NO_WEIGHTS`.
+    """Return sizes and load times of all models, counting each copy, if a device cannot hold all of them.
 
-    Raises ServingError for a policy that cannot load models, and for a model without a load time.
+    Returns `NO_WEIGHTS` if all models fit, or if the deployment has groups. Raises ServingError for a policy that
+    cannot load models, and for a model without a load time.
     """
     names, memory = [model.name for model in deployment.models], deployment.device_memory
     if deployment.groups or memory is None or deployment.has_room(names):
@@ -55,7 +56,11 @@ def find_weights(deployment: Deployment, policy: Policy) -> Weights:
 def move_weights(
     weights: Weights, there_at: Ints, memory: Ints, kind: int, device: int, model: int, begin: int
 ) -> None:
-    """Copy a model to a device, or remove it; ``there_at`` is devices × models, ``memory`` has a row per device."""
+    """Copy a model to a device, or remove it, as a decision of ``kind`` LOAD or UNLOAD orders.
+
+    ``there_at`` is an array (devices, models), ``memory`` has a row per device (`DeviceBehaviour`). Raises RuntimeError
+    if the model is on the device already, or does not fit.
+    """
     is_there = there_at[device, model] < NEVER
     if kind == LOAD:
         if is_there or memory[device, _HELD] + weights.memory[model] > PARTS:

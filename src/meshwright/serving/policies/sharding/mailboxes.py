@@ -1,10 +1,10 @@
-"""Mailboxes: rows of integers from one thread or process to one other, in order, without locks.
+"""Mailboxes: send rows of integers from one thread or process to another, in order, without locks.
 
 A mailbox is an array of int64, which can be in shared memory; an array of zeros is an empty one. It is a ring of rows
 with two counts: rows written, which only the writer changes, and rows read, which only the reader changes. A count is
-stored with **release** and loaded with **acquire** order: a process that sees it also sees the rows (or, as the writer,
-that they may be overwritten), on any processor and whatever instructions the compiler reorders. The counts are two
-cache lines apart, as processors fetch neighbouring lines in pairs.
+stored with **release** and loaded with **acquire** order: a reader that sees the new count also sees the rows, and a
+writer may overwrite the rows that are counted as read, on any processor and however the compiler reorders instructions.
+The counts are two cache lines apart, as processors fetch neighbouring lines in pairs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _READ, _WRITTEN, _ROWS = 0, 16, 32
 
 
 def cells_of_mailbox(size: int) -> int:
-    """Return how many cells a mailbox of ``size`` rows takes."""
+    """Return the number of cells of a mailbox for ``size`` rows."""
     return _ROWS + size * WIDTH
 
 
 @compiled
 def room_in(box: Ints) -> int:
-    """Return how many rows the writer could send now; the reader may make more room at any time."""
+    """Return how many rows the writer can send now; the reader may make more room at any time."""
     return (len(box) - _ROWS) // WIDTH - (box[_WRITTEN] - load_acquire(box, _READ))
 
 
@@ -40,9 +40,9 @@ def room_in(box: Ints) -> int:
 def send(
     box: Ints, kind: int, now: int, first: int, second: int, third: int, fourth: int, fifth: int, last: int
 ) -> None:
-    """Write a row. Raises RuntimeError if there is no room; the writer must check this first (`room_in`)."""
+    """Write a row. Raises RuntimeError if the mailbox is full; the writer must check this first (`room_in`)."""
     if room_in(box) <= 0:
-        raise RuntimeError("a mailbox is full")
+        raise RuntimeError("A mailbox between two parts of the sharded scheduler is full.")
     written = box[_WRITTEN]
     at = _ROWS + written % ((len(box) - _ROWS) // WIDTH) * WIDTH
     box[at] = kind

@@ -1,8 +1,9 @@
 """A sharded scheduler in one thread, as a policy (`Sharded`): the rank and the shards, with messages delivered at once.
 
-Messages are delivered in a fixed order. The pool that the driver sees is the rank's. After the rank's own cells come
-the mailboxes and the pools of the shards, each a normal pool at an offset; their decisions are copied to this pool. Its
-queues only count their waiting requests: a driver cannot look at single requests, or cancel one, as a server does.
+Messages are delivered in a fixed order. The pool that the driver sees is the rank's pool. After the rank's own cells it
+has the mailboxes and the pools of the shards, each a normal pool at an offset; the shards' decisions are copied to the
+rank's pool. The queues of the rank's pool only count waiting requests. A driver therefore cannot read or cancel single
+requests, as a server has to, so that only the simulator supports this policy.
 """
 
 from __future__ import annotations
@@ -91,14 +92,17 @@ CELLS_OF_QUEUE = 3
 # Symphony; otherwise it is free when the driver says so. Own cells: for each queue the end of its window, when its
 # first request is due, and whether it has been granted a device.
 def allocate_rank(facts: dict[str, Any], num_more: int = 0, *, keep_ends: bool = False) -> Ints:
-    """Return the rank's pool for the arguments of `allocate_pool`; ``num_more`` own cells follow those that it uses."""
+    """Return the rank's pool for the arguments of `allocate_pool`; it has ``num_more`` own cells in addition."""
     num_own = CELLS_OF_QUEUE * len(np.asarray(facts["latency"])) + num_more
     return allocate_pool(**{**facts, "num_own": num_own, "keep_ends": keep_ends})
 
 
 @compiled
 def take_rank_row(pool: Ints, row: Ints, now: int, boxes: Ints) -> None:
-    """Handle a message, with the queue's number across shards, or a free device; ``boxes``: a mailbox to each shard."""
+    """Handle a row that the rank has received: a message of a shard, or a free device.
+
+    The row has the queue's number among the queues of all shards. ``boxes`` has a mailbox to each shard.
+    """
     kind, queue, device = row[0], row[2], row[3]
     if kind == CANDIDATE:
         if row[7] > 0 and idle_device(pool) >= 0:
@@ -123,7 +127,7 @@ def take_rank_row(pool: Ints, row: Ints, now: int, boxes: Ints) -> None:
 
 @compiled
 def wake_rank(pool: Ints, now: int, boxes: Ints) -> None:
-    """Handle a device that is taken to be free, or the start of a window."""
+    """Handle a device that is free by now, as its shard has announced, or the start of a queue's window."""
     if least_of(pool, END, NEVER) <= now:
         _use(pool, now, first_of(pool, END), boxes)
     elif least_of(pool, TIMER, NEVER) <= now:
@@ -132,7 +136,7 @@ def wake_rank(pool: Ints, now: int, boxes: Ints) -> None:
 
 @compiled
 def next_of_rank(pool: Ints) -> int:
-    """Return when the rank must be woken."""
+    """Return when (ns) the rank must be woken."""
     return min(least_of(pool, END, NEVER), least_of(pool, TIMER, NEVER))
 
 
@@ -207,7 +211,10 @@ _NONE_SPARE = 101
 # the queues whose candidate is still to be sent, the most urgent first: only the newest counts, so a full mailbox
 # blocks nothing. Own cells: for each queue, the requests dropped as late since the last message to the rank.
 def allocate_shard(facts: dict[str, Any], number: int, count: int) -> Ints:
-    """Return the pool of shard ``number`` of ``count``: models ``number``, ``number + count``, … of `allocate_pool`."""
+    """Return the pool of shard ``number`` of ``count``, with every ``count``-th model from ``number`` on.
+
+    ``facts`` are the arguments of `allocate_pool` for all models.
+    """
     mine = slice(number, None, count)
     latency = np.asarray(facts["latency"])[mine]
     capacity = np.broadcast_to(facts.get("capacity", 1024), len(facts["latency"]))[mine]
@@ -221,7 +228,7 @@ def allocate_shard(facts: dict[str, Any], number: int, count: int) -> Ints:
 
 @compiled
 def take_arrival(pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-    """Enqueue a request unless it would be late."""
+    """Enqueue a request in its shard, unless it would be late."""
     measure_rate(pool, now, queue)
     if deadline - pool[SLACK] < now + pool[DELAY] + latency_of(pool, queue, 1):
         refuse(pool, now, queue, request, LATE)
@@ -242,7 +249,10 @@ def take_grant(
     window: int,
     box: Ints,
 ) -> None:
-    """Start a batch on the granted device, or return it to the rank."""
+    """Start a batch on a device that the rank has granted, or return the device to the rank if all would be late.
+
+    The parameters from ``queue`` to ``hoped`` are those of a GRANT row; ``box`` is the mailbox to the rank.
+    """
     pool[pool[SLOWNESS] + device] = slowness
     pool[TYPICAL], pool[NUM_UP] = typical, num_up
     _drop_late(pool, now, queue, hoped)
@@ -264,7 +274,7 @@ def wake_shard(pool: Ints, now: int) -> None:
 
 @compiled
 def tell_candidates(pool: Ints, now: int, box: Ints) -> None:
-    """Send changed candidates to the rank, leaving the room that answers to all grants may need."""
+    """Send a shard's changed candidates to the rank, but keep room in ``box`` for the answers to all grants."""
     while size_of(pool, READY) > 0 and room_in(box) > pool[NUM_DEVICES]:
         queue = first_of(pool, READY)
         take_out(pool, READY, queue)
@@ -282,7 +292,7 @@ def tell_candidates(pool: Ints, now: int, box: Ints) -> None:
 
 @compiled
 def next_of_shard(pool: Ints) -> int:
-    """Return when a shard must be woken."""
+    """Return when (ns) a shard must be woken."""
     return least_of(pool, TIMER, NEVER)
 
 
@@ -305,13 +315,16 @@ def _drop_late(pool: Ints, now: int, queue: int, slowness: int) -> None:
 
 
 class Sharded(NamedTuple):
-    """Settings: ``shards``, of which at most one per model is made, and ``window`` as in `deferred`."""
+    """Symphony's policy in ``shards`` and a rank, in one thread; ``window`` is as in `deferred`.
+
+    At most one shard per model is made.
+    """
 
     shards: int = 2
     window: int = 100
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """Return the rank's pool with all others in it. Raises ServingError if ``shards`` is 0."""
+        """Return the rank's pool, which contains the pools of all shards. Raises ServingError if ``shards`` is 0."""
         if self.shards < 1:
             raise ServingError(f"A sharded scheduler needs at least one shard; given shards={self.shards}.")
         num_models = len(facts["latency"])
@@ -338,11 +351,11 @@ class Sharded(NamedTuple):
         free_device(pool, now, device, self.window)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """Wake the parts whose moment has come."""
+        """Wake the shards and the rank."""
         wake_parts(pool, now, self.window)
 
     def next_wake(self, pool: Ints) -> int:
-        """Return the first moment that a part asks for."""
+        """Return the first moment (ns) at which a shard or the rank must be woken."""
         return next_of_parts(pool)
 
 
@@ -351,7 +364,7 @@ _SOME_CANDIDATES = 16
 
 @compiled
 def let_in(pool: Ints, now: int, queue: int, request: int, deadline: int, window: int) -> None:
-    """Pass a request to the shard of its model."""
+    """Pass a request to the shard of its model, and deliver the messages that follow."""
     shards = pool[_parts(pool)]
     pool[pool[TAIL] + queue] += 1
     pool[NUM_QUEUED] += 1
@@ -361,7 +374,7 @@ def let_in(pool: Ints, now: int, queue: int, request: int, deadline: int, window
 
 @compiled
 def free_device(pool: Ints, now: int, device: int, window: int) -> None:
-    """Notify the rank of a free device."""
+    """Notify the rank of a free device, and deliver the messages that follow."""
     row = np.zeros(ROW_WIDTH, np.int64)
     row[0], row[3] = FREE, device
     take_rank_row(pool, row, now, _boxes(pool, 1))
@@ -370,7 +383,7 @@ def free_device(pool: Ints, now: int, device: int, window: int) -> None:
 
 @compiled
 def wake_parts(pool: Ints, now: int, window: int) -> None:
-    """Wake the shards, then the rank, which thus has their current candidates."""
+    """Wake the shards, then the rank, which then has the current candidates of all shards."""
     for number in range(pool[_parts(pool)]):
         wake_shard(_shard(pool, number), now)
     _deliver(pool, now, window)
@@ -380,7 +393,7 @@ def wake_parts(pool: Ints, now: int, window: int) -> None:
 
 @compiled
 def next_of_parts(pool: Ints) -> int:
-    """Return the first moment at which a part must be woken."""
+    """Return the first moment (ns) at which a shard or the rank must be woken."""
     moment = next_of_rank(pool)
     for number in range(pool[_parts(pool)]):
         moment = min(moment, next_of_shard(_shard(pool, number)))
