@@ -203,9 +203,12 @@ def test_what_a_view_says(write):
         ),
         ({"arrive": "pool.enter(queue, request, deadline / 2)"}, "as deadline; expected nanoseconds"),
         ({"arrive": "pool.enter(queue, request, 2**63)"}, "as deadline; expected nanoseconds"),
-        ({"arrive": "pool.enter(queue, request, 0); pool.refuse(queue, request)"}, "each of them once"),
+        ({"arrive": "pool.enter(queue, request, 0); pool.refuse(queue, request)"}, "each request once"),
         ({"arrive": "pool.length(-1)"}, "gave -1 as queue; expected a whole number from 0 to 0"),
-        ({"arrive": "pool.deadline(queue)"}, "gave 0 as place in queue 0; expected none"),
+        (
+            {"arrive": "pool.deadline(queue)"},
+            "gave 0 as place in queue 0; expected no such call while the queue is empty",
+        ),
         ({"arrive": "pool.latency(queue, -2)"}, "gave -2 as size of a batch; expected"),
         ({"arrive": "pool.is_idle(77)"}, "gave 77 as device; expected"),
     ],
@@ -377,7 +380,7 @@ def test_files_that_make_no_policy(write, tmp_path):
         ("timeouts:wait=1,wait=2", "has 'wait' twice"),
         ("timeouts:wait=" + "9" * 5000, "is not a setting; expected wait=NUMBER"),
         ("timeouts:wait=1000000001", "is not a setting; expected wait=NUMBER"),
-        ("symphony:trial=1", "has no setting 'trial'.* It has spare, window, admit"),
+        ("symphony:trial=1", "has no setting 'trial'.* Its settings are spare, window, admit"),
     ],
 )
 def test_names_and_settings_that_are_none(reference, words):

@@ -23,7 +23,7 @@ from meshwright.spec.units import Bytes, Seconds
 #
 # Served separately, a batch of head i takes l_p(b) + l_i(b) and consists of its own requests only.
 def share_trunk(trunk: Trunk) -> ServedModel:
-    """Return trunk and heads as one model. Raises ServingError if a batch of one takes longer than the SLO."""
+    """Return a trunk and its heads as one model. Raises ServingError if a batch of one takes longer than the SLO."""
     return ServedModel(
         name=trunk.name,
         slo=trunk.slo,

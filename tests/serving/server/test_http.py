@@ -109,7 +109,7 @@ def test_a_head_has_the_length_of_what_is_left_out(loop, tmp_path):
         (get("/v2/models/m/infer"), 405, "GET is not possible", ("allow", "POST")),
         (get(INDEX, method="DELETE"), 405, "DELETE is not possible", ("allow", "POST")),
         (get("/v2/repository/models/m/load", method="POST"), 404, "at the admin address", None),
-        (get("*", method="OPTIONS"), 404, "There is nothing", None),
+        (get("*", method="OPTIONS"), 404, "There is no path", None),
         (post(b"[]", INDEX), 400, "not an index request", None),
         (post(b"x"), 400, "not JSON", None),
         (post(request(), headers="Inference-Header-Content-Length: x\r\n"), 400, "is 'x'; expected an integer", None),

@@ -556,7 +556,7 @@ def test_warming_up_ends_where_it_should():
     def broken(_):
         raise ValueError("no")
 
-    with pytest.raises(ServingError, match="m raised ValueError for a single sample: no"):
+    with pytest.raises(ServingError, match="Model 'm' raised ValueError for a single sample: no"):
         Timed(broken, 64).measure(longest_s=1.0)
 
 

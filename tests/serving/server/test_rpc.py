@@ -170,7 +170,10 @@ def test_values_as_numbers(tmp_path, datatype):
     item = {"name": "x", "datatype": datatype, "shape": [1, 2], "contents": {field: values}}
     ((code, told, _),) = asked(gate, ASK(model_name="m", inputs=[item]))
     if datatype not in EXTREMES:
-        assert (code, told) == (INVALID, f"Input 'x' is {datatype}, which contents cannot carry; send it as bytes.")
+        assert (code, told) == (
+            INVALID,
+            f"Input 'x' is {datatype}, which contents cannot carry; send it in raw_input_contents.",
+        )
         return
     answer = ANSWER.FromString(told)
     kind = {"BOOL": "bool", "FP32": "float32", "FP64": "float64"}.get(datatype, datatype.lower())
@@ -200,7 +203,7 @@ def test_what_is_wrong_is_told(tmp_path):
         ),
         (request(parameters={"timeout": parameter(string_param="x")}), "does not follow the Open Inference Protocol"),
         (request(parameters={"timeout": parameter(int64_param=0)}), "timeout is 0; expected microseconds"),
-        (request(parameters={"timeout": parameter(int64_param=10**9)}), "asks for 1000 s; expected 60 s at most"),
+        (request(parameters={"timeout": parameter(int64_param=10**9)}), "timeout is 1000 s; expected 60 s at most"),
         (request(parameters={"priority": parameter(int64_param=-1)}), "priority is -1"),
         (request(parameters={"sequence_id": parameter(string_param="a")}), "sequence_id was given"),
         (request(outputs=[{"name": "z"}]), "There is no output 'z'"),

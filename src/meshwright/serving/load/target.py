@@ -167,7 +167,9 @@ def read_target(url: str, token: str | None = None) -> Target:
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ServingError(f"{url!r} has characters that an address cannot have; {expected}")
     if token is not None and not is_token(token):
-        raise ServingError("The token has characters that a header cannot have; expected one line, letters and digits.")
+        raise ServingError(
+            "The token has characters that an HTTP header cannot have; expected one line of ASCII without spaces."
+        )
     return Target(host=host, port=80 if port is None else port, path=parts.path.rstrip("/"), token=token)
 
 

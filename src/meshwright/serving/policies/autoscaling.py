@@ -84,7 +84,7 @@ _ROUNDING = 1e-9
 def allocate_scaler(
     num_models: int, *, minimum: int, maximum: int, calm_ns: int = 60 * 10**9, target: float = 0.99, now: int = 0
 ) -> Ints:
-    """Allocate a scaler that knows no rates yet and wants the minimum.
+    """Allocate a scaler without measured rates; the wanted number of devices is the minimum.
 
     Args:
         num_models: models of the pool.

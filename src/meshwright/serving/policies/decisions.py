@@ -49,7 +49,8 @@ def choose(pool: Ints, count: int) -> int:
 def decide_to_drop(pool: Ints, now: int, queue: int, first: int, count: int, reason: int) -> None:
     """Decide to drop ``count`` chosen requests from index ``first`` on.
 
-    If the last decision drops requests of the same queue for the same reason, just before these, it is extended.
+    If the previous decision drops the requests just before these, of the same queue and for the same ``reason``, it is
+    extended instead.
     """
     pool[NUM_DROPPED] += count
     last = pool[DECISION] + (pool[NUM_DECISIONS] - 1) * WIDTH

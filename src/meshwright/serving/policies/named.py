@@ -246,7 +246,8 @@ def _read_settings(reference: str, kind: Callable[..., Any], text: str) -> dict[
         key, separator, value = part.partition("=")
         if key not in known:
             raise ServingError(
-                f"Policy {reference!r} has no setting {key!r}{suggest(key, known)}. It has {', '.join(known)}."
+                f"Policy {reference!r} has no setting {key!r}{suggest(key, known)}. Its settings are "
+                f"{', '.join(known)}."
             )
         if key in settings:
             raise ServingError(f"Policy {reference!r} has {key!r} twice. Give it once.")

@@ -32,10 +32,11 @@ _ROOM = 1e-9
 def pack(
     latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, memory: Floats, num_devices: int, table: Floats
 ) -> int:
-    """Fill the table for rates in requests per ns; return the number of rows, or -1 if devices do not suffice.
+    """Fill ``table`` with a packing; return its number of rows, or -1 if ``num_devices`` devices do not suffice.
 
-    ``latency``, ``most`` and ``slo`` as in a pool; ``memory`` is the share of a device's memory that each model takes.
-    The table needs a row for each device and model.
+    ``latency``, ``most`` and ``slo`` are columns of a pool, ``row`` is its ``ROW``. ``rates`` are in requests per ns;
+    ``memory`` is the share of a device's memory that each model takes. The table needs at least as many rows as there
+    are devices and models together.
     """
     num_models = len(rates)
     rows, device = 0, 0

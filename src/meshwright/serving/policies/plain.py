@@ -146,7 +146,7 @@ class View:
         if self._given.get(request) != queue:
             raise ServingError(
                 f"A policy put or dropped request {request!r} of queue {queue!r}; expected a request that has arrived "
-                "for that queue, each of them once."
+                "for that queue, each request once."
             )
         del self._given[request]
 
@@ -171,7 +171,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _numbers(first: int, end: int) -> str:
-    return f"a whole number from {first} to {end - 1}" if end > first else "none, as the range is empty"
+    return f"a whole number from {first} to {end - 1}" if end > first else "no such call while the queue is empty"
 
 
 class PlainPolicy:

@@ -173,7 +173,10 @@ def allocate_pool(
 
 
 def pool_for(policy: Any, facts: dict[str, Any]) -> Ints:
-    """Return the pool of a policy: its ``prepare`` applied to the arguments of `allocate_pool`, if it has one."""
+    """Return a pool for a policy, made by the policy's ``prepare``, or by `allocate_pool` if it has no such method.
+
+    ``facts`` are the arguments of `allocate_pool`.
+    """
     prepare = getattr(policy, "prepare", None)
     pool: Ints = prepare(facts) if prepare is not None else allocate_pool(**facts)
     return pool

@@ -62,7 +62,7 @@ def cells_of_heap(size: int) -> int:
 # depend on the history.
 @compiled
 def lay_heap(array: Ints, at: int, size: int) -> None:
-    """Lay out an empty heap at cell ``at``, for items from 0 to ``size`` - 1; ``at`` identifies it."""
+    """Lay out an empty heap from cell ``at`` on, for items from 0 to ``size`` - 1; ``at`` identifies the heap."""
     array[at], array[at + 1], array[at + 2] = at + 3, at + 3 + size, at + 3 + 2 * size + 1
     array[array[at + 1]] = 0
     array[array[at + 2] : array[at + 2] + size] = -1
@@ -95,7 +95,7 @@ def is_in(array: Ints, heap: int, number: int) -> bool:
 
 @compiled
 def put(array: Ints, heap: int, number: int, value: int) -> None:
-    """Add an item, or change its key."""
+    """Add the item ``number`` with the key ``value``, or change its key."""
     key, order, place = array[heap], array[heap + 1], array[heap + 2]
     at = array[place + number]
     if at < 0:
@@ -392,8 +392,8 @@ def _take_out_of(pool: Ints, now: int, queue: int, place: int, reason: int) -> N
 def run(pool: Ints, now: int, queue: int, count: int, device: int) -> None:
     """Run a batch of a queue on a device as soon as the device is free; it must not have a next batch already.
 
-    The batch has as many requests as were counted from the front of the queue. More important requests that can run in
-    their place do (`ordering.prefer`).
+    The caller has found that the first ``count`` requests of the queue are in time. More important requests that can
+    run in their place are taken instead (`ordering.prefer`).
     """
     prefer(pool, queue, count)
     begin = begin_on(pool, device, now)

@@ -44,7 +44,7 @@ class Catalog:
     def most_late_ns(self) -> int:
         """Upper limit (ns) of the measured delays that batches are planned with.
 
-        A quarter of the difference between the SLO and the time of a batch of one, for the model with the least one.
+        A quarter of the difference between SLO and time of a batch of one, for the model with the smallest difference.
         """
         return min(served.slo_ns - served.table[1] for served in self) // 4
 

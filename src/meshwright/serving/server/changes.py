@@ -86,7 +86,7 @@ class Changes:
             self.equip(worker)  # the change was given up meanwhile
 
     def lose(self, worker: WorkerPeer) -> None:
-        """Handle the end of a worker: the change fails if the worker was loading the new models first."""
+        """Handle the end of a worker: the change fails if this worker was the first to load the new models."""
         if worker is self._first and not self._is_tried and self._coming:
             names = ", ".join(served.name for served in self._coming.values())
             self._error = (

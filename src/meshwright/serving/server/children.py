@@ -102,7 +102,7 @@ class Child:
 
 
 async def await_end(children: list[Child], limit_s: float, hurrying: asyncio.Event) -> None:
-    """Wait for processes to end; kill those that have not ended by the limit, or when ``hurrying`` is set."""
+    """Wait for processes to end; kill processes that run after ``limit_s`` seconds, or when ``hurrying`` is set."""
     processes = [child.process for child in children if child.process is not None]
     ending = asyncio.create_task(_all_ended(processes))
     hurry = asyncio.create_task(hurrying.wait())

@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
     # --- called by the parser -----------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Start a request."""
+        """Handle the start of a request."""
         self._has_begun, self._begun_ns, self._quiet = True, _now_ns(), 0
         self._url = self._body = b""
         self._headers = {}
@@ -250,7 +250,7 @@ class Connection(asyncio.Protocol):
             self.go_on()
 
     def go_on(self) -> None:
-        """Continue with requests and data that had to wait, until something has to wait again."""
+        """Continue with delayed requests and data, until too many answers are pending or unread again."""
         if self._is_going_on:
             return
         self._is_going_on = True

@@ -27,7 +27,7 @@ class Counts:
         self.latency_ns = 0
 
     def note(self, status: int) -> None:
-        """Count an answer of this status."""
+        """Count an answer of an HTTP status, without its latency."""
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
     def note_done(self, latency_ns: int) -> None:
@@ -66,5 +66,5 @@ def bucket_of(latency_ns: int) -> int:
 
 
 def bucket_begin(bucket: int) -> int:
-    """Return the least latency (ns) of a bucket; 0 for the first ones, below 4 ns."""
+    """Return the least latency (ns) that a bucket counts; 0 for the buckets below 4 ns."""
     return (4 + bucket % 4 << bucket // 4) >> 2 if bucket >= 8 else 0

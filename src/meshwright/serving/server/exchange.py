@@ -74,7 +74,7 @@ class HttpExchange(InboundRequest):
 
 
 def path_of(url: bytes) -> str:
-    """Return the path of a request's target, which may also be a whole URL."""
+    """Return the path of a request's URL, which may be a path with a query or a whole URL."""
     text = url.partition(b"?")[0].decode("latin-1")
     return text if text[:1] == "/" or "://" not in text else "/" + text.partition("://")[2].partition("/")[2]
 

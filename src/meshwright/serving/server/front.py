@@ -98,7 +98,7 @@ class Frontend:
         if min(limits) > self._longest_ns:
             raise Refusal(
                 400,
-                f"The request asks for {min(limits) / 1e9:.6g} s; expected {self._longest_ns / 1e9:g} s at most.",
+                f"The request's timeout is {min(limits) / 1e9:.6g} s; expected {self._longest_ns / 1e9:g} s at most.",
             )
         return min(limits)
 
@@ -176,7 +176,7 @@ class Frontend:
             self.recording.rows_of_request(call, None, status, _now_ns())
 
     def give_up(self, call: InboundRequest) -> None:
-        """Cancel a request whose client has gone."""
+        """Cancel a request whose client has disconnected."""
         if call.ticket is not None:
             self.counts.cancelled += 1
             if self.recording is not None:
@@ -211,7 +211,7 @@ class Frontend:
         if served is None:
             if not self.gate.is_ready:
                 raise Refusal(503, _NOT_READY)
-            raise Refusal(404, f"There is no model {name[:SHOWN]!r}; the repository's index lists the models.")
+            raise Refusal(404, f"There is no model {name[:SHOWN]!r}; POST /v2/repository/index lists the models.")
         if number is not None and number != served.model.version:
             raise Refusal(
                 404, f"Model {name!r} has no version {number[:SHOWN]!r}; expected {served.model.version!r}, or none."

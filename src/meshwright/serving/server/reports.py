@@ -107,7 +107,7 @@ def _end_after_input() -> None:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Report a MeshwrightError of the body, which a user can fix, and exit with code `FATAL`."""
+    """Context in which a MeshwrightError, which a user can fix, is reported; the process then exits with `FATAL`."""
     try:
         yield
     except MeshwrightError as error:

@@ -333,7 +333,9 @@ class Scheduler:
             return
         since, batch = worker.since_ns, worker.take(now)
         if batch.number != number:
-            raise ServingError(f"Worker {worker.device} has done batch {number}; expected {batch.number}.")
+            raise ServingError(
+                f"Worker {worker.device} reported the end of batch {number}; expected batch {batch.number}."
+            )
         late, failed = cells[4 : 4 + num_late], cells[4 + num_late :]
         for requests, fate in batch.fates(late, failed):
             self._answer(batch.model, requests, fate, end)

@@ -37,7 +37,7 @@ class Slab:
                     opened.truncate(slots * layout.itemsize)
                 self._memory = mmap.mmap(opened.fileno(), 0)
         except (OSError, ValueError) as error:
-            raise ServingError(f"{path}: shared memory cannot be used: {error}.") from None
+            raise ServingError(f"The shared memory {path} cannot be used: {error}.") from None
         self.path = path
         self.slots = np.frombuffer(self._memory, layout)
         self.inputs: list[NDArray[Any]] = [self.slots[f"i{place}"] for place in range(len(inputs))]

@@ -291,7 +291,7 @@ class Codec:
         count, values = self.read_inputs(items, take)
         if at != len(rest):
             raise BadRequest(
-                f"{len(rest)} bytes follow the JSON, but the inputs' binary_data_size sum to {at}; expected the same."
+                f"{len(rest)} bytes follow the JSON, but the inputs' binary_data_size sum to {at}; expected this sum."
             )
         return count, values
 

@@ -68,7 +68,7 @@ class Scaled:
 
 
 def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns: int) -> FleetSeries:
-    """Return the fleet of a deployment at the start; ``span_ns`` is the time that its series covers.
+    """Return the fleet of a deployment at the start of a simulation; ``span_ns`` is the time that its series covers.
 
     Raises ServingError for a policy that plans for a fixed number of devices.
     """
@@ -196,7 +196,7 @@ def fail_device(fleet: FleetSeries, device: int, now: int) -> None:
 
 @compiled
 def note_devices(fleet: FleetSeries, pool: Ints, now: int) -> None:
-    """Add a point to the series after a change, and find the next moment."""
+    """Add a point to the series after a change, and find the time of the next event of the fleet."""
     row = fleet.series[min(now // fleet.numbers[POINT], POINTS - 1)]
     row[0], row[1], row[2] = now, pool[NUM_UP], fleet.numbers[NUM_STARTING]
     row[3] = fleet.scaler[WANTED]

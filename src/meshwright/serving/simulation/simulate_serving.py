@@ -144,7 +144,7 @@ class ServedCounts:
 
     @property
     def longest_s(self) -> float:
-        """Longest latency (s) that the histogram can tell from longer ones."""
+        """Longest latency (s) that the histogram can measure; longer ones are counted together."""
         return (PLACES * SLOS - 1) / PLACES * self.slo_s
 
     def latency_s(self, share: float) -> float | None:

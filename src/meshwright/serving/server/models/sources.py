@@ -50,7 +50,8 @@ def load_source(model: ServedModel, device: torch.device) -> Source:
     if reference.endswith(".pt2"):
         if model.sizes:
             raise ServingError(
-                f"Model {model.name!r}: {reference} has its own sizes. Remove {' and '.join(model.sizes)} there."
+                f"Model {model.name!r}: {reference} has its own sizes. Remove {' and '.join(model.sizes)} from the "
+                "deployment."
             )
         program = load_program(Path(reference), device)
         return Source(

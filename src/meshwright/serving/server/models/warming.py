@@ -47,8 +47,8 @@ def warm_up(
         except RAISED as error:
             if not samples:
                 raise ServingError(
-                    f"{name} raised {type(error).__name__} for a single sample: {' '.join(str(error).split())[:500]}. "
-                    "Correct the model."
+                    f"Model '{name}' raised {type(error).__name__} for a single sample: "
+                    f"{' '.join(str(error).split())[:500]}. Correct the model."
                 ) from error
             break
         if size >= largest or samples[size][0] > longest_s or clock() - begin > _GROWING * budget_s:
