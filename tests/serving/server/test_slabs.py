@@ -42,10 +42,10 @@ def test_tensors_begin_at_multiples_of_64_bytes():
 
 def test_a_slab_is_made_once_and_opened_only_if_it_is_there(tmp_path):
     spec = [TensorSpec(name="x")]
-    with pytest.raises(ServingError, match="The shared memory .*slab cannot be used"):
+    with pytest.raises(ServingError, match=r"The shared memory .*slab cannot be used"):
         Slab(tmp_path / "slab", spec, spec, 0)
     slab = Slab(tmp_path / "slab", spec, spec, 2)
-    with pytest.raises(ServingError, match="The shared memory .*slab cannot be used"):
+    with pytest.raises(ServingError, match=r"The shared memory .*slab cannot be used"):
         Slab(tmp_path / "slab", spec, spec, 2)
     slab.remove()
     slab.inputs[0][1] = 4
