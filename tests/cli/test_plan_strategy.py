@@ -39,7 +39,7 @@ def test_a_stored_graph_has_only_an_estimate(run):
     write_document(chain_graph(4, width=2048), "graph.json")
     line = "plan graph.json --cluster 4xA100 --batch 16 --method flexflow --out found.json"
     _, out, _ = run(*line.split(), code=0)
-    assert "It is an estimate alone" in out
+    assert "The strategy is an estimate alone" in out
     assert "strategy written to found.json" in out
     assert json.loads(Path("found.json").read_text())["schema"] == "meshwright/soap-strategy/1"
     for verb in ("simulate", "run"):

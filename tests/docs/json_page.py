@@ -22,7 +22,7 @@ meaning; keys may be added at any time. Keys end with their units: `_s` seconds,
 `_per_s`. A key that has nothing to say is absent or null. Documents that are files, too (graphs, plans, clusters,
 timelines, comparisons), are printed as they stand in their files, with the schema of the file.
 
-This page is made from the table in the code; the documents of commands follow in its order.
+The code contains a table of these documents, from which this page is generated.
 """
 
 

@@ -1,1 +1,1 @@
-"""The command line: thin verbs over the Python API."""
+"""The command line: one module per command, each a thin layer over the Python API."""

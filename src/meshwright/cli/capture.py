@@ -1,4 +1,4 @@
-"""``meshwright capture``: a model becomes a graph."""
+"""``meshwright capture``: turn a model into a graph of ops and tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.spec import write_document
 def capture(
     model: ModelArgument,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the graph to this file (.json).")] = None,
-    batch_size: Annotated[int, typer.Option(help="Samples per batch for the figures in the table.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Samples per batch for the FLOPs and bytes in the table.")] = 1,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
     inference: Annotated[bool, typer.Option("--inference", help="Capture without loss and backward.")] = False,

@@ -21,14 +21,14 @@ def compare(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the comparison to this file (.json).")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write one trace with both, track by track, for ui.perfetto.dev (.json, or .json.gz)."),
+        typer.Option(help="Write both timelines as one trace for ui.perfetto.dev to this file (.json, or .json.gz)."),
     ] = None,
     trace_ranks: TraceRanksOption = None,
     html: HtmlOption = None,
     open_browser: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a predicted and a measured timeline: step time, every kind of work, and the order of issue."""
+    """Compare a predicted and a measured timeline: step time, each kind of instruction, and the order of issue."""
     from meshwright.report import compare_timelines, comparison_table, write_trace
     from meshwright.report.page import comparison_document
 

@@ -1,4 +1,4 @@
-"""``meshwright doctor``: what this machine has, what is wrong with it, and how to mend that."""
+"""``meshwright doctor``: examine this machine, list its problems, and name a remedy for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 def doctor(
     addresses: Annotated[
         list[str] | None,
-        typer.Argument(metavar="HOST:PORT", help="Addresses that this machine should reach; each is tried."),
+        typer.Argument(metavar="HOST:PORT", help="Addresses that this machine should reach; each is connected to."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -1,4 +1,7 @@
-"""``--exchange``: `simulate` compares ways of reducing gradients, `plan` takes a user's order of gradient parts."""
+"""The option ``--exchange``: `simulate` compares methods of gradient reduction, `plan` reads a user's order of parts.
+
+A part is a piece of a gradient bucket that is reduced by itself.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ _EXPECTED = "returns the order in which parts of gradients are sent: function(pa
 ExchangeOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Compare with another way of exchanging gradients: whole, priorities, sharded, hierarchical, servers, "
-        "all, or your own order: file.py:function. May be given several times.",
+        help="Also simulate another method of gradient reduction, and compare: whole, priorities, sharded, "
+        "hierarchical, servers, all (each of these), or your own order of gradient parts, file.py:function. May be "
+        "given several times.",
     ),
 ]
 
@@ -30,13 +34,14 @@ OwnExchangeOption = Annotated[
     str | None,
     typer.Option(
         "--exchange",
-        help="Your own order in which the parts of the best plan's gradients are sent: file.py:function.",
+        help="Send the gradients of the best plan in your own order: a function that orders their parts, "
+        "file.py:function.",
     ),
 ]
 
 
 def load_order(reference: str) -> OwnOrder:
-    """Load the function of a reference; an error inside it is reported with its line.
+    """Load the function that ``reference`` names. Errors raised inside the function are reported with its line.
 
     Raises BadParameter for a reference that is not path/to/file.py:function.
     """
@@ -44,7 +49,7 @@ def load_order(reference: str) -> OwnOrder:
     if parts is None:
         raise typer.BadParameter(
             f"--exchange {reference!r} is not a function in a file; give path/to/file.py:function. `meshwright "
-            f"simulate plan.json --exchange all` compares the named ways."
+            f"simulate plan.json --exchange all` compares the built-in methods."
         )
     path, name = parts
     function = load_function(path, name, expected=_EXPECTED, error=ScheduleReferenceError)
@@ -65,7 +70,10 @@ def compare_ways(
     asked: Sequence[str] | None,
     contention: Contention,
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Return the comparison for JSON, and renderables for people; both are empty if none was asked for."""
+    """Compare the methods of gradient reduction named in ``asked``, as for the option ``--exchange``.
+
+    Return the facts for ``--json``, and renderables for the terminal. Both are empty if ``asked`` is empty or None.
+    """
     from meshwright.planner import EXCHANGE_NAMES, compare_exchanges
     from meshwright.report import exchanges_table
 

@@ -1,8 +1,8 @@
-"""What ``--json`` prints: one document per command, whose kind, version and keys are listed here.
+"""The documents that ``--json`` prints, one per command: `OUTPUTS` lists their kinds, versions and keys.
 
 The first key of a document is ``schema``: ``meshwright/KIND/VERSION``. The version grows when a key is removed or
 changes its meaning; keys may be added at any time. Keys end with their units: ``_s`` seconds, ``_bytes``, ``_flops``,
-``_share`` (of 1), ``_per_s``. ``docs/json.md`` is made from this table.
+``_share`` (of 1), ``_per_s``. ``docs/json.md`` is generated from `OUTPUTS`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonDocument:
-    """A kind of document: the command that prints it, the version of its keys, and what they hold.
+    """A kind of document: the command that prints it, the version of its keys, and the meaning of each key.
 
-    ``open``: the document has more keys than the listed ones; the command's page describes them.
+    ``open``: the document has more keys than ``keys`` lists; the command's page describes the others.
     """
 
     command: str
@@ -26,20 +26,20 @@ class JsonDocument:
 
 
 _WORKLOAD = "model, parameters, cluster, devices, samples and tokens of a step, sequence length, precision, optimizer"
-_BASIS = "how many op costs were measured, and how uncertain the others are"
-_INTERVAL = "80 % interval of the step time: low, high"
-_MEASURED = "whether any op cost was measured"
-_TEAMS = "what a rank stands for, where ops are split"
-_NODES = "bytes on hosts and drives, for states that are offloaded"
-_FILE = "where the result was written, or null"
+_BASIS = "in words: how many op costs were measured, and how uncertain the others are"
+_INTERVAL = "80 % interval of the step time: its low and its high end"
+_MEASURED = "false if every op cost is a datasheet roofline"
+_TEAMS = "in words: the devices that each rank stands for; only if ops are split over devices"
+_NODES = "a row per node: bytes in host memory and on drives; only if the plan offloads states"
+_FILE = "path of the written result, or null"
 _TIMELINE = {
     "origin": "predicted or measured",
-    "num_ranks": "ranks of the timeline",
-    "num_steps": "steps of the timeline",
-    "num_spans": "instructions of the timeline",
-    "median_step_s": "median step, from a cold start",
-    "slowest_step_s": "slowest step",
-    "bubble_share": "share of all device time in which nothing is computed",
+    "num_ranks": "number of ranks in the timeline",
+    "num_steps": "number of steps in the timeline",
+    "num_spans": "number of instructions in the timeline",
+    "median_step_s": "median seconds of a step, the first one from a cold start included",
+    "slowest_step_s": "seconds of the slowest step",
+    "bubble_share": "share of the time of all devices in which they compute nothing",
     "ranks": "a row per rank: busy, communication and idle seconds, peak memory",
 }
 
@@ -51,27 +51,27 @@ OUTPUTS: dict[str, JsonDocument] = {
             "workload": _WORKLOAD,
             "plans": "a row per plan, best first: layout, step and interval, tokens/s, MFU, memory, terms of the step",
             "ranks": "a row per rank of the best plan: peak, reserved and allowed bytes, parts of the peak",
-            "allocation": "the moment at which the fullest rank is fullest; null where ops cannot be followed",
+            "allocation": "bytes in use at the peak of the rank with most memory, by owner; null if not computed",
             "basis": _BASIS,
             "step_interval_s": _INTERVAL,
             "step_interval_measured": _MEASURED,
             "search": "method, plans covered, pruned and simulated, lower bound, Pareto front, notes",
-            "shares": "with --shares: the gain over the plain plan, and what of it each choice gains",
+            "shares": "with --shares: seconds gained over the plain plan, and each choice's share in this gain",
             "teams": _TEAMS,
             "nodes": _NODES,
             "strategy": "with --method flexflow: degrees and devices of each layer, its step and that of the best plan",
-            "file": "the plan that was written, or null",
-            "script": "the script that starts it, or null",
-            "orders": "the orders that were found, or null",
-            "page": "the page that was written, or null",
+            "file": "path of the written plan, or null",
+            "script": "path of the script that starts the plan, or null",
+            "orders": "path of the found orders (--find-orders), or null",
+            "page": "path of the written page (--html), or null",
         },
     ),
     "misfit": JsonDocument(
         command="plan, where nothing fits (exit code 3)",
         keys={
-            "plans": "no rows",
-            "nearest": "the plan that exceeds memory by least, in words",
-            "ranks": "its ranks, as for plans",
+            "plans": "an empty list",
+            "nearest": "in words: the plan that exceeds its devices' memory by least; null with --method place",
+            "ranks": "a row per rank of that plan, with the same keys as in meshwright/plans",
             "error": "what does not fit, and the cheapest change that makes it fit",
         },
     ),
@@ -81,7 +81,7 @@ OUTPUTS: dict[str, JsonDocument] = {
             "workload": _WORKLOAD,
             "ranks": "a row per rank: device, ops, busy seconds, sent bytes, peak memory",
             "duration_s": "seconds of a step",
-            "one_device_s": "the same on the fastest single device, or null where none holds it",
+            "one_device_s": "seconds of a step on the fastest single device; null if the model fits on none",
             "basis": _BASIS,
             "file": _FILE,
         },
@@ -89,7 +89,7 @@ OUTPUTS: dict[str, JsonDocument] = {
     "simulation": JsonDocument(
         command="simulate PLAN",
         keys={
-            "plan": "the file of the plan",
+            "plan": "path of the plan",
             "step_time_s": "seconds of a steady step",
             "workload": _WORKLOAD,
             "contention": "how transfers share links: queued or fair",
@@ -99,16 +99,16 @@ OUTPUTS: dict[str, JsonDocument] = {
             "step_interval_measured": _MEASURED,
             **_TIMELINE,
             "steady": "a steady step: bubble, MFU, HFU, samples/s, and the seconds of each rank",
-            "scenario": "what happens to the machines, and figures under it",
-            "overflows": "ranks that need more memory than their devices have",
+            "scenario": "with --scenario: its effects on the machines in words, and the figures that it changes",
+            "overflows": "a row per rank that needs more memory than its device has; only if there are any",
             "nodes": _NODES,
-            "explanation": "critical path, its bounds, and what would make the step shorter (--explain)",
-            "schedules": "a row per schedule that was compared (--against, --find-orders)",
-            "exchanges": "ways to exchange gradients (--exchange)",
-            "orders": "the file of orders",
-            "timeline": "the file of the timeline",
-            "trace": "the file of the trace",
-            "page": "the page",
+            "explanation": "with --explain: the critical path, and the changes that would make the step shorter",
+            "schedules": "a row per compared schedule (--against, --find-orders)",
+            "exchanges": "with --exchange: a row per method of gradient reduction, and bounds",
+            "orders": "path of the found orders (--find-orders)",
+            "timeline": "path of the timeline (--out)",
+            "trace": "path of the trace (--trace)",
+            "page": "path of the page (--html)",
         },
     ),
     "op-placement-simulation": JsonDocument(
@@ -117,43 +117,43 @@ OUTPUTS: dict[str, JsonDocument] = {
             "workload": _WORKLOAD,
             "contention": "how transfers share links: queued or fair",
             **_TIMELINE,
-            "overflows": "ranks that need more memory than their devices have",
-            "scenario": "what happens to the machines, and figures under it",
+            "overflows": "a row per rank that needs more memory than its device has; only if there are any",
+            "scenario": "with --scenario: its effects on the machines in words, and the figures that it changes",
         },
     ),
     "sweep": JsonDocument(
         command="simulate --sweep",
         keys={
-            "parameters": "what was varied",
-            "cases": "a row per case",
-            "out": "the table that was written",
-            "plot": "the picture that was written",
+            "parameters": "names of the varied parameters",
+            "cases": "a row per combination of values: the values and the resulting figures",
+            "out": "path of the written table (.csv)",
+            "plot": "path of the written plot (.svg)",
         },
         open=True,
     ),
     "serving-simulation": JsonDocument(
         command="simulate DEPLOYMENT",
         keys={
-            "policy": "which policy decided",
+            "policy": "the simulated policy",
             "seconds": "simulated seconds of arrivals",
-            "models": "a row per model: requests, in time, latencies, batches",
-            "policies": "a row per policy that was compared (--against)",
-            "fleet": "devices that were up over time, where they scale",
+            "models": "a row per model: requests, share answered in time, latencies, batch sizes",
+            "policies": "a row per compared policy (--against)",
+            "fleet": "number of running devices over time; only if the deployment starts and stops devices",
         },
         open=True,
     ),
     "model-placement": JsonDocument(
         command="simulate DEPLOYMENT --place",
         keys={
-            "policy": "which policy decided",
-            "method": "how models were placed",
-            "num_devices": "devices",
+            "policy": "the simulated policy",
+            "method": "the method that placed the models on devices",
+            "num_devices": "number of devices",
             "seconds": "simulated seconds of arrivals",
-            "planned_in_time_share": "share of requests in time that the placement was made for",
-            "bound_in_time_share": "no placement answers more in time",
-            "groups": "a row per group of devices",
-            "models": "a row per model",
-            "out": "where the result was written",
+            "planned_in_time_share": "share of requests answered in time in the simulations of the placement method",
+            "bound_in_time_share": "upper bound of the share answered in time, over all placements",
+            "groups": "a row per group of devices: devices, models, busy share",
+            "models": "a row per model: requests, share answered in time, latencies, batch sizes",
+            "out": "path of the written deployment",
         },
         open=True,
     ),
@@ -162,70 +162,70 @@ OUTPUTS: dict[str, JsonDocument] = {
         keys={
             "losses": "the loss of each step",
             **_TIMELINE,
-            "calibration": "what the run corrected (--calibrate)",
-            "losses_off": "largest relative difference from one process (--verify)",
-            "compiled": "of layers that are compiled: parts, different ones, seconds, parts that ran eagerly by reason",
-            "timeline": "the file of the measured timeline",
+            "calibration": "with --calibrate: the corrections of the measurement table",
+            "losses_off": "with --check: largest relative difference from the losses of one process",
+            "compiled": "compiled layers: parts, different parts, seconds of compilation, eager parts by reason",
+            "timeline": "path of the measured timeline",
         },
         open=True,
     ),
     "dry-run": JsonDocument(
         command="run --dry",
         keys={
-            "process": "which process ran",
-            "processes": "processes of the plan",
-            "stages": "its stages",
-            "steps": "steps that were run",
-            "instructions": "instructions by opcode",
-            "numbers": "single numbers that were exchanged",
-            "ring_messages": "messages of rings",
+            "process": "number of the process that ran",
+            "processes": "number of processes of the plan",
+            "stages": "stages of the process that ran",
+            "steps": "number of steps that were run",
+            "instructions": "number of instructions by opcode",
+            "numbers": "number of exchanges of a single number, such as a loss",
+            "ring_messages": "number of messages in rings (context parallelism)",
             "exchanges": "a row per kind of exchange: count and bytes, as predicted",
         },
     ),
     "measurements": JsonDocument(
         command="measure",
         keys={
-            "device": "what was measured",
-            "software": "versions",
-            "date": "when",
-            "conditions": "threads, processes at once",
-            "num_ops": "ops in the table",
-            "op_spread_share": "median spread of an op's times",
-            "num_optimizers": "optimizers in the table",
-            "overhead_s": "seconds that an instruction costs in addition to its ops",
+            "device": "name of the measured device",
+            "software": "versions of torch and other software",
+            "date": "date of the measurement",
+            "conditions": "number of threads, and of processes that measured at the same time",
+            "num_ops": "number of ops in the table",
+            "op_spread_share": "median over the ops of the relative spread of an op's times",
+            "num_optimizers": "number of optimizers in the table",
+            "overhead_s": "seconds that an instruction takes in addition to its ops",
             "transfers": "a row per kind of transfer: sizes, latency, bandwidth",
-            "batches": "a row per model: latency over batch size",
-            "left_out": "on a GPU: ops that did not run, and why",
-            "num_kept": "on a GPU: ops that the table had already",
-            "warnings": "on a GPU: what makes the times uncertain",
+            "batches": "a row per model: the line fitted to its latency over batch size",
+            "left_out": "on a GPU: ops that could not be timed, with the reasons",
+            "num_kept": "on a GPU: number of ops that the table already had",
+            "warnings": "on a GPU: conditions that make the times uncertain",
             "file": _FILE,
         },
     ),
     "device-table": JsonDocument(
         command="measure --device-table",
         keys={
-            "ops": "a row per operator: rows, fastest and slowest",
-            "left_out": "operators that did not run, and why",
-            "warnings": "what makes the times uncertain",
+            "ops": "a row per operator: number of rows, fastest and slowest seconds",
+            "left_out": "operators that could not be timed, with the reasons",
+            "warnings": "conditions that make the times uncertain",
             "file": _FILE,
         },
     ),
     "measured-batches": JsonDocument(
         command="measure --batches",
         keys={
-            "device": "what was measured",
-            "conditions": "threads, processes at once",
-            "left_out_batch_sizes": "sizes that did not fit in memory",
-            "batches": "a row per size",
-            "latency": "the fitted line of each model",
+            "device": "name of the measured device",
+            "conditions": "number of threads, and of processes that measured at the same time",
+            "left_out_batch_sizes": "batch sizes that did not fit in memory",
+            "batches": "a row per batch size: seconds and samples per second",
+            "latency": "a row per model: the line fitted to its latency over batch size",
             "file": _FILE,
         },
     ),
     "measured-links": JsonDocument(
         command="measure --links",
         keys={
-            "places": "a row per op and place: latency and bandwidth",
-            "interpolated": "errors between the sizes that were measured",
+            "places": "a row per collective and group (ranks, concurrent groups, stride): latency and bandwidth",
+            "interpolated": "80 % range of measured / interpolated seconds, for small and for large sizes",
             "file": _FILE,
         },
     ),
@@ -233,42 +233,42 @@ OUTPUTS: dict[str, JsonDocument] = {
         command="measure --calibrate",
         keys={
             "corrections": "factors by kind of work",
-            "steps_fitted": "steps that the factors were fitted on",
-            "steps_judged": "steps that judge them",
-            "step_measured_s": "the measured step",
-            "step_before_s": "the predicted step without the factors",
-            "step_after_s": "the predicted step with them",
-            "error_before": "its relative error",
-            "error_after": "its relative error",
-            "scatter": "how much measured steps differ",
-            "why_kept": "why the table was left as it was, or null",
+            "steps_fitted": "number of steps that the factors were fitted to",
+            "steps_judged": "number of other steps that the factors were tested on",
+            "step_measured_s": "median seconds of the tested steps",
+            "step_before_s": "predicted seconds of a step without the factors",
+            "step_after_s": "predicted seconds of a step with the factors",
+            "error_before": "relative error of the prediction without the factors",
+            "error_after": "relative error of the prediction with the factors",
+            "scatter": "relative standard error of the median of the tested steps",
+            "why_kept": "the reason why the table was not changed, or null",
             "file": _FILE,
         },
     ),
     "imported-records": JsonDocument(
         command="measure --from",
-        keys={"files": "a row per file: kind, rows, what was left out and why", "file": _FILE},
+        keys={"files": "a row per file: kind, rows per op, and number of rows left out by reason", "file": _FILE},
     ),
     "described-cluster": JsonDocument(
         command="measure --cluster",
-        keys={"cluster": "the cluster, as its document", "remarks": "what was assumed", "file": _FILE},
+        keys={"cluster": "the cluster, as its document", "remarks": "assumptions of the description", "file": _FILE},
     ),
     "scores": JsonDocument(
         command="validate",
         keys={
-            "sets": "scores by data set; with --list, the sets",
+            "sets": "scores by data set; with --list, a row per data set",
             "runs": "with --published, a row per run: source, figure, command, prediction, error in per cent",
-            "left_out": "rows of your own table that were not scored, and why; with --published, runs left out",
-            "file": "the page that was written",
+            "left_out": "rows of your own table (with --published: runs) that were not scored, with the reasons",
+            "file": "path of the written page",
         },
     ),
     "graph-summary": JsonDocument(
         command="capture",
         keys={
-            "model": "the reference",
+            "model": "the model as it was given",
             "graph_hash": "hash of the graph",
-            "num_ops": "ops",
-            "num_parameters": "parameters",
+            "num_ops": "number of ops",
+            "num_parameters": "number of parameters",
             "batch_size": "samples that the figures refer to",
             "layers": "a row per layer: ops, parameters, FLOPs, bytes",
             "file": _FILE,
@@ -281,7 +281,7 @@ OUTPUTS: dict[str, JsonDocument] = {
             "model": "the model",
             "batch_size": "samples that the figures refer to",
             "precision": "types of weights, activations and gradients",
-            "devices": "a row per kind of device: layers, total, optimizer",
+            "devices": "a row per kind of device: seconds of each layer, of all layers, of the optimizer step",
         },
     ),
     "layer-memory": JsonDocument(
@@ -292,80 +292,80 @@ OUTPUTS: dict[str, JsonDocument] = {
             "batch_size": "samples that the figures refer to",
             "precision": "types of weights, activations and gradients",
             "device": "the kind of device",
-            "layers": "a row per layer",
-            "ways": "a row per way to need less memory",
+            "layers": "a row per layer: bytes kept for the backward, by recompute",
+            "ways": "a row per combination of ZeRO, recompute and offload: bytes",
         },
     ),
     "collectives": JsonDocument(
         command="show CLUSTER --collectives",
         keys={
             "cluster": "the cluster",
-            "precision": "types of what is exchanged",
+            "precision": "types of the exchanged tensors",
             "ranks": "the ranks that take part",
-            "collectives": "a row per op and size: seconds and interval",
-            "orders": "the orders of ring and tree",
-            "limits": "what bounds each of them",
+            "collectives": "a row per collective and size: seconds and 80 % interval",
+            "orders": "the ring as given, the best ring and the best tree: order of the ranks, slowest link",
+            "limits": "across nodes: seconds of an all-reduce with spare machines as parameter servers",
         },
     ),
     "records": JsonDocument(
         command="show TABLE.parquet",
-        keys={"file": "the table", "rows": "how many", "ops": "a row per device and op"},
+        keys={"file": "the table", "rows": "number of rows", "ops": "a row per device and op"},
     ),
     "schedule": JsonDocument(
         command="show PLAN --schedule",
         keys={
             "plan": "the plan",
             "schedule": "its schedule",
-            "num_slots": "slots of the picture",
-            "in_flight": "microbatches in flight, by stage",
+            "num_slots": "length of the schedule in slots; a forward takes 1 slot, a backward 2",
+            "in_flight": "most microbatches in flight, by stage",
             "timeline": "the timeline in slots, as its document",
-            "drawing": "the picture that was written",
+            "drawing": "path of the written drawing (.svg)",
         },
     ),
     "settings": JsonDocument(
         command="show PLAN --as SYSTEM",
         keys={
-            "system": "the system",
-            "version": "its version",
-            "file_name": "usual name of the file",
-            "values": "the settings",
-            "text": "the file",
-            "start": "how to start",
-            "fill_in": "what is left to fill in",
-            "not_expressed": "what the system cannot express, and why",
+            "system": "the other system",
+            "version": "version of the other system",
+            "file_name": "usual name of the settings file",
+            "values": "the settings, by name",
+            "text": "content of the settings file",
+            "start": "command that uses the file",
+            "fill_in": "settings that the user has to fill in",
+            "not_expressed": "choices of the plan that the system cannot express, with the reasons",
         },
     ),
     "diagnosis": JsonDocument(
         command="doctor",
-        keys={"num_problems": "problems found", "findings": "a row per finding, with its remedy"},
+        keys={"num_problems": "number of problems found", "findings": "a row per finding, with its remedy"},
     ),
     "rewriting": JsonDocument(
         command="optimize MODEL",
         keys={
-            "model": "the reference",
-            "summary": "in words",
-            "chosen": "the candidate that was taken, or null",
-            "candidates": "a row per candidate: predicted and measured seconds, difference, rules",
-            "refused": "what was refused, and why",
-            "seconds": "how long it took, by part",
-            "files": "what was written",
+            "model": "the model as it was given",
+            "summary": "the result in words",
+            "chosen": "name of the chosen rewritten graph; null if the model stays as it is",
+            "candidates": "a row per rewritten graph: predicted seconds, speed-up, difference of outputs, rules",
+            "refused": "rewritten graphs whose outputs differ from those of the model, with the difference",
+            "seconds": "seconds that the command took, by phase",
+            "files": "paths of the written files",
         },
     ),
     "rules": JsonDocument(
         command="optimize rules generate",
-        keys={"num_rules": "rules", "num_basis": "rules of the basis"},
+        keys={"num_rules": "number of rules", "num_basis": "number of rules from which all others follow"},
         open=True,
     ),
     "verdicts": JsonDocument(
         command="optimize rules verify",
-        keys={"file": "where the rules are from", "counts": "rules by verdict", "rules": "a row per rule"},
+        keys={"file": "source of the rules", "counts": "number of rules by verdict", "rules": "a row per rule"},
     ),
     "load": JsonDocument(
         command="serve load",
         keys={
-            "warnings": "what makes the figures doubtful",
-            "models": "a row per model",
-            "series": "a row per second",
+            "warnings": "conditions that make the figures doubtful",
+            "models": "a row per model: requests, share answered in time, latencies",
+            "series": "a row per second of the test",
         },
         open=True,
     ),
@@ -374,17 +374,17 @@ OUTPUTS: dict[str, JsonDocument] = {
 
 
 def print_json(kind: str, data: dict[str, Any]) -> None:
-    """One JSON document of a kind of `OUTPUTS` on standard output."""
+    """Print ``data`` on standard output as one JSON document; ``kind`` is a key of `OUTPUTS`."""
     print(dump_output(name_schema(kind, data)))
 
 
 def name_schema(kind: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the document with its schema as the first key."""
+    """Return ``data`` with its schema, ``meshwright/KIND/VERSION``, as the first key."""
     return {"schema": f"meshwright/{kind}/{OUTPUTS[kind].version}", **data}
 
 
 def print_document(document: Any) -> None:
-    """Print a document of `meshwright.spec`, encoded; it contains its schema itself."""
+    """Print an encoded document of `meshwright.spec`, which already contains its schema."""
     print(dump_output(document))
 
 

@@ -1,4 +1,4 @@
-"""``meshwright``: one verb per task; an error is printed as one paragraph and sets the exit code.
+"""The command ``meshwright``: one verb (subcommand) per task. An error is printed as one paragraph.
 
 Exit codes: 0 done, 1 error or interrupted, 2 usage, 3 no feasible plan.
 """
@@ -38,11 +38,11 @@ VERBS = {
     ),
     "compare": (
         "meshwright.cli.compare:compare",
-        "Compare a predicted and a measured timeline: step time, every kind of work, and the order of issue.",
+        "Compare a predicted and a measured timeline: step time, each kind of instruction, and the order of issue.",
     ),
     "validate": (
         "meshwright.cli.validate:validate",
-        "Score predictions on public measurements: rows left out, ours compared with the baselines, errors in per "
+        "Score predictions against public measurements that were held out, beside those of baselines: errors in per "
         "cent.",
     ),
     "show": (
@@ -65,7 +65,7 @@ VERBS = {
 
 
 def load_verb(name: str) -> Any:
-    """Return the command or group of commands of a verb."""
+    """Import the module of a verb (a key of `VERBS`), and return its command or group of commands."""
     module, attribute = VERBS[name][0].split(":")
     found = getattr(import_module(module), attribute)
     parent = typer.Typer(add_completion=False, rich_markup_mode="markdown")
@@ -91,7 +91,7 @@ class _Verbs(TyperGroup):
 app = typer.Typer(
     name="meshwright",
     cls=_Verbs,
-    help="Lay a PyTorch model out on a cluster: predict, search, show, run and compare.",
+    help="Plan, predict and run distributed training and serving of PyTorch models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -114,7 +114,7 @@ def _version(
 
 
 def run() -> None:
-    """Entry point of the ``meshwright`` command."""
+    """Run the command line of this process, and exit with its exit code: the entry point of ``meshwright``."""
     from meshwright.cli.output import accept_any_character
 
     accept_any_character()
@@ -122,7 +122,7 @@ def run() -> None:
 
 
 def invoke(arguments: list[str]) -> int:
-    """Run one command line; returns its exit code."""
+    """Run one command line, given without the program's name, and return its exit code."""
     try:
         _check_characters(arguments)
         app(args=arguments, prog_name="meshwright")
@@ -142,7 +142,7 @@ def _check_characters(arguments: list[str]) -> None:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             from meshwright.spec import DocumentError
 
-            raise DocumentError(f"{word[:200]!r} is not valid UTF-8; expected names that are. Rename the file.")
+            raise DocumentError(f"{word[:200]!r} is not valid UTF-8; expected a name in UTF-8. Rename the file.")
 
 
 def _report(error: Exception, arguments: list[str]) -> int:

@@ -1,7 +1,7 @@
-"""``meshwright measure``: times of this machine, into the measurement table; with ``--cluster``, what it has.
+"""``meshwright measure``: time ops, optimizers and links of this machine, and write the times into a table.
 
---cluster    this machine as a cluster file
---from       measurements of other tools, and traces of one's own runs, into the table
+--cluster    write a cluster file that describes this machine
+--from       convert profiler traces, and measurements of other tools, into rows of a table
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 # What these modes do instead of timing a model.
 _WITHOUT_MODEL = {
-    "--from": "times nothing; it takes --out, --device and --json alone.",
-    "--cluster": "describes the machine; it takes no MODEL and no sizes of one.",
-    "--links": "times transfers; it takes no MODEL and no sizes of one.",
-    "--device-table": "times operators of many sizes; it takes no MODEL and no sizes of one.",
+    "--from": "converts files and times nothing; give no MODEL, --microbatch-size, --sequence-length or --image-size.",
+    "--cluster": "describes the machine; give no MODEL, --microbatch-size, --sequence-length or --image-size.",
+    "--links": "times transfers; give no MODEL, --microbatch-size, --sequence-length or --image-size.",
+    "--device-table": "times operators of many sizes; give no MODEL, --microbatch-size, --sequence-length or "
+    "--image-size.",
 }
 
 
@@ -46,73 +47,78 @@ def measure(
         typer.Option(
             "--out",
             "-o",
-            help="The table (.json, measurements.json; or .parquet, for many devices); what it holds already is kept "
-            "or renewed. With --from and --links: measurements.parquet. With --cluster: the cluster file (.toml or "
-            ".json, cluster.toml), which must be new.",
+            help="The measurement table to write: .json, or .parquet for rows of many devices. By default "
+            "measurements.json; with --from, --links and --device-table measurements.parquet. Rows of an existing "
+            "table are kept, or replaced by new ones of the same op. With --cluster: the cluster file (.toml or "
+            ".json), by default cluster.toml, which must not exist.",
         ),
     ] = None,
     microbatch_size: Annotated[
         list[int] | None,
-        typer.Option("--microbatch-size", "-m", help="Samples per microbatch. May be given several times."),
+        typer.Option(
+            "--microbatch-size", "-m", help="Samples per microbatch; by default 1, 2 and 4. May be given several times."
+        ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Processes that measure at the same time, as in the later run (2).", min=1)
+        int | None,
+        typer.Option(
+            help="Processes that measure at the same time, the same number as in the later run; by default 2.", min=1
+        ),
     ] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
-            help="Repetitions: a time is the mean of their middle half; with --batches the median, p90 and p99. By "
-            "default 10, with --batches 100 (about a minute).",
+            help="Number of repetitions. A time is the mean of their middle half; with --batches the table gets the "
+            "median, p90 and p99. By default 10, with --batches 100 (about a minute). With --calibrate: steps.",
             min=1,
         ),
     ] = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Write a cluster file from what this machine has; takes no MODEL.")
+        bool, typer.Option("--cluster", help="Write a cluster file that describes this machine; takes no MODEL.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="With --cluster: replace an existing cluster file.")] = False,
     sources: Annotated[
         list[Path] | None,
         typer.Option(
             "--from",
-            help="Take measurements from this file instead: a trace of torch's profiler, another tool's table. May be "
-            "given several times.",
+            help="Instead of timing, convert this file into rows of the table: a trace of torch's profiler, or another "
+            "tool's table. May be given several times.",
         ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Where ops, --batches and --device-table are timed, cpu or cuda:0; by default a GPU if there is one. "
-            "With --from: the name of the device kind, where a file does not say it."
+            help="The device on which ops, --batches and --device-table are timed: cpu or cuda:0; by default a GPU if "
+            "there is one. With --from: the name of the device kind, for files that do not contain it."
         ),
     ] = None,
     precision: Annotated[
         list[str] | None,
         typer.Option(
             metavar="WORD",
-            help="On a GPU: types in which the model's ops are timed. By default that of plans for the GPU: mixed "
-            "where bfloat16 is fast, else float32. May be given several times.",
+            help="On a GPU: the precision in which the model's ops are timed. By default that of plans for the GPU: "
+            "mixed if bfloat16 is faster than float32, else float32. May be given several times.",
         ),
     ] = None,
     device_table: Annotated[
         bool,
-        typer.Option(
-            "--device-table", help="Time single operators of many sizes on a GPU instead, whatever the model."
-        ),
+        typer.Option("--device-table", help="Instead, time single operators of many sizes on a GPU; takes no MODEL."),
     ] = False,
     links: Annotated[
         bool,
         typer.Option(
             "--links",
-            help="Instead, time every collective between --ranks processes (under a minute); under torchrun, between "
-            "its ranks, also on several machines.",
+            help="Instead, time every collective between --ranks processes (under a minute); started by torchrun, "
+            "between its ranks, also on several machines.",
         ),
     ] = False,
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="Train a few steps of MODEL here and correct the existing table at --out by them."
+            "--calibrate",
+            help="Train a few steps of MODEL on this machine, and correct the existing table at --out by them.",
         ),
     ] = False,
     batches: Annotated[
@@ -120,8 +126,8 @@ def measure(
         typer.Option(
             "--batches",
             metavar="SIZES",
-            help="Time inference of the whole MODEL on batches of these sizes instead: 1,2,4 or 1..8 or 1..64:7log "
-            "(seven, each twice the one before).",
+            help="Instead, time inference of the whole MODEL on batches of these sizes: 1,2,4 or 1..8 or 1..64:7log "
+            "(seven sizes, each twice the one before).",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -129,9 +135,10 @@ def measure(
     """Time the model's ops, the optimizers and the links of this machine, on a GPU or on its processors.
 
     With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
-    --from, nothing is timed: files of measurements become rows of a table. With --links, only transfers are timed:
-    every collective, in every place that a group can have. With --calibrate, an existing table is corrected by
-    --repeats real steps, half of which only judge it. With --batches, MODEL is timed as a whole, as a server runs it.
+    --from, nothing is timed: files of measurements are converted into rows of a table. With --links, only transfers are
+    timed: every collective, for process groups of every size and stride. With --calibrate, an existing table is
+    corrected by one half of --repeats real steps, and tested on the other half. With --batches, MODEL is timed as a
+    whole, as a server runs it.
     """
     modes = {
         "--from": bool(sources),
@@ -146,7 +153,7 @@ def measure(
     _check_options(mode, of_model=bool(model is not None or microbatch_size or sizes), device=device, force=force)
     if precision and mode:
         raise typer.BadParameter(
-            f"--precision belongs to timing the ops of a MODEL on a GPU; leave it out with {mode}."
+            f"--precision belongs to timing the ops of a MODEL on a GPU; leave --precision out with {mode}."
         )
     if batches is not None:
         _measure_batches(
@@ -193,9 +200,13 @@ def _check_options(mode: str, *, of_model: bool, device: str | None, force: bool
     if mode in _WITHOUT_MODEL and of_model:
         raise typer.BadParameter(f"{mode} {_WITHOUT_MODEL[mode]}")
     if device is not None and mode in ("--cluster", "--links", "--calibrate"):
-        raise typer.BadParameter(f"--device was given with {mode}, which names its devices itself; leave it out.")
+        raise typer.BadParameter(
+            f"--device was given with {mode}, which chooses its devices itself; leave --device out."
+        )
     if force and mode != "--cluster":
-        raise typer.BadParameter("--force belongs to --cluster; a table of measurements is completed, not replaced.")
+        raise typer.BadParameter(
+            "--force belongs to --cluster; a measurement table is completed, not replaced. Leave --force out."
+        )
 
 
 def _is_on_gpu(device: str | None, num_ranks: int | None, precisions: list[str] | None) -> bool:
@@ -205,12 +216,13 @@ def _is_on_gpu(device: str | None, num_ranks: int | None, precisions: list[str] 
     chosen = choose_device(device)
     if chosen != "cpu" and num_ranks is not None:
         raise typer.BadParameter(
-            "--ranks are processes that share processors; on a GPU each op is timed alone. Leave it out, or measure "
-            "the processors with --device cpu."
+            "--ranks are processes that share processors (CPU); on a GPU each op is timed alone. Leave --ranks out, or "
+            "measure the processors with --device cpu."
         )
     if chosen == "cpu" and precisions:
         raise typer.BadParameter(
-            "--precision belongs to GPUs; on processors ops are timed in the types of the model. Leave it out."
+            "--precision belongs to GPUs; on processors (CPU) ops are timed in the types of the model. Leave "
+            "--precision out."
         )
     return chosen != "cpu"
 
@@ -228,7 +240,7 @@ def _measure_batches(
     as_json: bool,
 ) -> None:
     if model is None:
-        raise typer.BadParameter("--batches times one whole MODEL: give it.")
+        raise typer.BadParameter("--batches times one whole MODEL: give it as an argument.")
     if microbatch_sizes:
         raise typer.BadParameter("--batches already names the sizes to time; leave --microbatch-size out.")
     if num_ranks is not None:
@@ -248,7 +260,9 @@ def _calibrate(
     as_json: bool,
 ) -> None:
     if model is None or len(microbatch_sizes or []) > 1:
-        raise typer.BadParameter("--calibrate trains one MODEL with one microbatch size: give it, and -m once.")
+        raise typer.BadParameter(
+            "--calibrate trains one MODEL with one microbatch size: give MODEL, and -m at most once."
+        )
     size = (microbatch_sizes or [1])[0]
     place = out or Path("measurements.json")
     calibrate_table(model, place, size, sizes=sizes, num_ranks=num_ranks, num_steps=num_steps, as_json=as_json)
@@ -295,7 +309,10 @@ For more hosts, copy [[nodes]] and give each its name; correct what is wrong."""
 
 
 def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_json: bool) -> None:
-    """Describe this machine, time what no datasheet states, write the file and show it."""
+    """Write a cluster file that describes this machine, and print it. Rates that no datasheet states are measured.
+
+    Raises DocumentError for a name that does not end in .toml or .json, and for an existing file without ``force``.
+    """
     from meshwright.host import (
         Host,
         ask_torch,
@@ -307,7 +324,7 @@ def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_js
     from meshwright.report import cluster_table
 
     if out.suffix not in (".toml", ".json"):
-        raise DocumentError(f"{out}: cluster files end in .toml or .json. Choose a name that does.")
+        raise DocumentError(f"{out}: the name of a cluster file ends in .toml or .json. Choose such a name.")
     try:
         taken = out.exists()
     except OSError as error:  # a name that is too long, a folder that may not be read
@@ -325,7 +342,7 @@ def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_js
                 rates[name] = measure_rates(device, num_ranks=num_ranks, repeats=repeats, events=events)
     elif devices_to_measure(machine):
         why = facts.failure or "torch is not installed (pip install 'meshwright[torch]')"
-        note(f"Nothing was measured: {why}. Rates of processors are those of the shipped description.")
+        note(f"Nothing was measured: {why}. The rates of processors are from the shipped description.")
     described = describe_machine(machine, rates)
     if out.suffix == ".toml":
         date = datetime.now(UTC).strftime("%Y-%m-%d")
@@ -342,7 +359,11 @@ def write_cluster(out: Path, *, num_ranks: int, repeats: int, force: bool, as_js
 
 
 def import_files(files: list[Path], out: Path, *, device: str | None, as_json: bool) -> None:
-    """Read every file, write what was taken into the table, and show what was taken and what was left out."""
+    """Convert files of measurements into rows of the table ``out``; print the rows, and the number left out by reason.
+
+    ``device``: the name of the device kind, for files that do not contain it. Raises DocumentError if a file has no
+    usable row; then nothing is written.
+    """
     from meshwright.records import add_records, check_table_place, concat_records, import_file
 
     check_table_place(out, of_many=True)
@@ -351,8 +372,8 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
         if not len(item.records):
             why = ", ".join(f"{count} {reason}" for reason, count in item.left_out.items() if count)
             raise DocumentError(
-                f"{path}: {item.kind} without a row that can be used ({why or 'it is empty'}); nothing was written. "
-                "Give a file with measurements."
+                f"{path}: {item.kind} without a row that can be used ({why or 'the file is empty'}); nothing was "
+                "written. Give a file with measurements."
             )
     add_records(concat_records(item.records for item in taken.values()), out)
     if as_json:
@@ -370,6 +391,9 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
 
 
 def file_rows(path: Path, imported: Imported) -> dict[str, Any]:
-    """Return what was read from a file and what was left out, as plain data."""
+    """Return a row of an imported file for ``--json``.
+
+    Keys: ``file``, ``kind``, ``ops`` (rows of `op_rows`), ``left_out`` (number of left-out rows by reason).
+    """
     left_out = {reason: count for reason, count in imported.left_out.items() if count}
     return {"file": str(path), "kind": imported.kind, "ops": op_rows(imported.records), "left_out": left_out}

@@ -38,9 +38,10 @@ def calibrate_table(
     num_steps: int,
     as_json: bool,
 ) -> None:
-    """Correct the table at ``out`` by real steps of the model, unless other steps show no improvement.
+    """Correct the measurement table at ``out`` by real steps of the model, and print the corrections.
 
-    Raises MeasurementError if there is no table.
+    The table stays as it is if the corrections do not improve the prediction of other steps. Raises MeasurementError if
+    ``out`` does not exist.
     """
     from meshwright.records import load_measurements, save_measurements
     from meshwright.spec import load_cluster
@@ -103,7 +104,10 @@ def measure_batches_table(
     repeats: int,
     as_json: bool,
 ) -> None:
-    """Time the model on batches of each size, put the rows into the table at ``out``, and show them with their line."""
+    """Time inference of the model on batches of each size in ``batches``, as `read_batch_sizes` reads them.
+
+    The rows are added to the table at ``out``, and printed with the line fitted to them.
+    """
     from meshwright.measurement import merge_measurements
     from meshwright.records import save_measurements
     from meshwright.report import batch_rows, latency_rows
@@ -141,15 +145,15 @@ def read_batch_sizes(text: str) -> list[int]:
     if odd:
         raise typer.BadParameter(
             f"--batches {text!r} has {odd[0]!r}; expected whole numbers of at least 1: 1,2,4,8, or 1..8 for all up to "
-            "8, or 1..64:7log for seven, each twice the one before."
+            "8, or 1..64:7log for seven sizes, each twice the one before."
         )
     return sorted({int(value) for value in values})
 
 
 def read_known(out: Path) -> Measurements | None:
-    """Return the table of one device at ``out``; None if the file is missing or holds many devices.
+    """Return the table of one device at ``out``; None if the file is missing or is a table of many devices (.parquet).
 
-    Raises DocumentError for a name that a table cannot have.
+    Raises DocumentError for a file name that is not that of a table.
     """
     from meshwright.records import check_table_place
 
@@ -183,7 +187,7 @@ def measure_device(
     repeats: int,
     as_json: bool,
 ) -> None:
-    """Measure on a GPU, write rows into the table at ``out`` as they come, and show it."""
+    """Time the ops of a model on a GPU, write each row into the table at ``out`` at once, and print the table."""
     from meshwright.records import save_measurements
     from meshwright.report import measurement_rows, measurement_table
     from meshwright.training import choose_device, measure_device_here
@@ -203,7 +207,10 @@ def measure_device(
         )
     _tell(run.left_out, run.warnings)
     if run.num_kept:
-        note(f"{format_count(run.num_kept, 'op')} kept: {out} already has them for this device and torch.")
+        note(
+            f"{format_count(run.num_kept, 'op')} not timed again: {out} already has them for this device and version "
+            "of torch."
+        )
     if as_json:
         facts = {"left_out": run.left_out, "num_kept": run.num_kept, "warnings": list(run.warnings)}
         print_json("measurements", {**measurement_rows(run.table), **facts, "file": str(out)})
@@ -212,7 +219,7 @@ def measure_device(
 
 
 def write_device_table(out: Path, *, device: str | None, repeats: int, as_json: bool) -> None:
-    """Measure single operators on a GPU, write rows into the table at ``out`` as they come, and show them."""
+    """Time single operators of many sizes on a GPU, write rows into the table at ``out`` at once, and print them."""
     from meshwright.records import add_records, check_table_place, read_records_at
     from meshwright.training import choose_device, device_table_here
 
@@ -245,7 +252,7 @@ def _tell(left_out: Mapping[str, str], warnings: tuple[str, ...]) -> None:
 
 
 def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
-    """Time the links of this machine (under torchrun: of all its machines), write the rows, and show a summary.
+    """Time every collective on this machine (under torchrun: on all its machines), write the rows, and print a summary.
 
     Raises MeasurementError for fewer than two ranks, and what `check_table_place` raises.
     """
@@ -259,9 +266,8 @@ def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
     ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else num_ranks
     if ranks < 2:
         raise MeasurementError(
-            f"Timing links needs at least two ranks, got {ranks}; expected at least 2. Give --ranks 2 or more, or "
-            f"start as "
-            "many by torchrun."
+            f"Timing links needs at least two ranks; got {ranks}. Give --ranks 2 or more, or start two or more "
+            "processes by torchrun."
         )
     check_table_place(out, of_many=True)
     with terminal_sink(as_json) as events:
@@ -278,14 +284,20 @@ def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
         return
     print_tables(
         make_table(rows, title="t = latency + bytes / bandwidth, bytes of the full tensor"),
-        "Sizes between those measured: 80 % of those left out took "
-        f"{_share(scale.latency)} of the prediction where latency counts, {_share(scale.bandwidth)} where bytes do.",
+        "Sizes between those measured, tested by leaving sizes out: 80 % of them took "
+        f"{_share(scale.latency)} of the prediction where latency dominates, {_share(scale.bandwidth)} where bandwidth "
+        "does.",
         Text(f"{len(found)} rows written to {out}"),
     )
 
 
 def place_rows(walls: Records) -> list[dict[str, Any]]:
-    """Return one row per op and place: ranks of a group, concurrent groups, stride, line fitted over the sizes."""
+    """Return one row per collective and arrangement of process groups, with the line fitted to its times.
+
+    ``walls`` are rows of wall-clock seconds. Keys: ``op``, ``ranks`` (of a group), ``groups`` (that run at the same
+    time), ``stride`` (between the ranks of a group), ``sizes`` (number of measured sizes), ``latency_s``,
+    ``bandwidth_bytes_per_s`` (None if the time does not grow with the size).
+    """
     from meshwright.report import fit_transfers
     from meshwright.spec import TransferMeasurement
 

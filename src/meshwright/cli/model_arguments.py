@@ -1,6 +1,7 @@
-"""From a model name to a graph: captured, from a file, or from the user's cache; and options of several commands.
+"""Get the graph of a model: captured, from a file, or from the user's cache. Also options of several commands.
 
-`graphs_of` gives the graphs by microbatch size, `graph_of_plan` and `graph_to_show` that of a plan.
+`graphs_of` returns a function from microbatch size to graph; `graph_of_plan` and `graph_to_show` return the graph of a
+plan.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ _LIBRARIES = ("torch", "transformers")
 # A graph follows from the configuration, the sizes, and the code that captures: torch, transformers and Meshwright.
 # Files of the cache are named by a digest of all of these, so that any change leads to another file.
 def kept_file(config: dict[str, Any], *asked: object) -> Path | None:
-    """Path of the cached graph of a configuration, captured as ``asked``; None without a cache folder.
+    """Return the path of the graph of a Hugging Face configuration in the user's cache; None without a cache folder.
+
+    ``asked`` is all else that the graph depends on: reference, sizes, mode and batch size.
 
     The folder is MESHWRIGHT_CACHE, else ``meshwright`` in the user's cache folder; an empty MESHWRIGHT_CACHE turns the
     cache off.
@@ -90,7 +93,10 @@ def read_kept(path: Path | None) -> Graph | None:
 
 
 def keep(graph: Graph, path: Path | None) -> None:
-    """Write a graph to its file; does nothing if the folder is not writable."""
+    """Write a graph to its file in the cache, and delete the least recently used files beyond `MAX_FILES`.
+
+    Does nothing without a path, or if the folder is not writable.
+    """
     if path is None:
         return
     with suppress(MeshwrightError, OSError):
@@ -114,9 +120,9 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A zoo name (gpt2-small, llama3-70b, resnet50, ...), a shape file (.toml), a model of the Hugging Face "
-        "Hub (Qwen/Qwen2.5-7B), its config.json or its folder, your own model as path/to/file.py:function, or a graph "
-        "that was captured before (.json).",
+        help="A shipped model (gpt2-small, llama3-70b, resnet50, ...; `meshwright show zoo` lists them), a shape file "
+        "with the sizes of such a model (.toml), a model of the Hugging Face Hub (Qwen/Qwen2.5-7B), its config.json or "
+        "its folder, your own model as path/to/file.py:function, or a graph that was captured before (.json).",
     ),
 ]
 SequenceOption = Annotated[
@@ -126,22 +132,23 @@ ImageOption = Annotated[
     int | None, typer.Option(help="Side of the images in pixels, for models that read images.", min=1, max=2**15)
 ]
 MeasurementsOption = Annotated[
-    Path | None, typer.Option(help="A measurement table with these devices (.json or .parquet).")
+    Path | None,
+    typer.Option(help="A measurement table of these devices, from `meshwright measure` (.json or .parquet)."),
 ]
 CompiledOption = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Let torch compile the layers, each on its own, or not; by default as the plan says.",
+        help="Whether torch compiles the layers, each separately; by default as recorded in the plan.",
     ),
 ]
 SoftwareOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME[@DATE]",
-        help="Estimate other training software than this package's runtime on current PyTorch: the kernels of fused "
-        "attention and the speed of its host. One of alpa, llm-foundry, megatron, torchtitan; with a date as it was "
-        "then: megatron@2022.",
+        help="Predict for this training software instead of Meshwright's own runtime on current PyTorch; attention "
+        "kernels and host times differ. One of alpa, llm-foundry, megatron, torchtitan; with a date, the software as "
+        "of that time: megatron@2022.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
@@ -153,7 +160,7 @@ Degrees = tuple[tuple[int, ...], ...]
 
 
 def model_sizes(sequence_length: int | None, image_size: int | None) -> tuple[tuple[str, int], ...]:
-    """Return the requested sizes, as a plan records them."""
+    """Return the given sizes as pairs (name, value), as a plan records them. Sizes that are None are left out."""
     given = {"sequence_length": sequence_length, "image_size": image_size}
     return tuple((name, value) for name, value in given.items() if value is not None)
 
@@ -169,7 +176,8 @@ def capture_reference(
 ) -> Captured:
     """Capture a model under fake tensors, so that no weight is allocated.
 
-    The graph is rewritten for a target, if any, or is that of the model in the parts of a placement's ``degrees``.
+    ``target``: the model is first rewritten for this device. ``degrees``: the model is first split into the parts of a
+    placement. Raises ModelReferenceError if torch is missing or a size is unknown.
     """
     try:
         from meshwright.capture import capture_model
@@ -255,11 +263,12 @@ def graphs_of(
     target: RewriteTarget | None = None,
     degrees: Degrees = (),
 ) -> Callable[[int], Graph]:
-    """Return the graph by microbatch size: one graph if its sizes are symbolic in the batch, else one capture per size.
+    """Return a function from microbatch size to graph.
 
-    The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured. ``target``: the
-    device that the graph is rewritten for; each size is rewritten separately, because the cheapest graph depends on it.
-    ``degrees``: the graph is that of the model in these parts.
+    A graph that is symbolic in the batch size holds for all sizes; otherwise the model is captured once per size. The
+    graph of a shipped model in its own sizes is read instead of captured. ``target``: the device that the graph is
+    rewritten for; each size is rewritten separately, because the cheapest graph depends on the size. ``degrees``: the
+    model is first split into the parts of a placement.
     """
     if target is not None or degrees:
         return _changed_graphs(reference, sizes, mode, target, degrees)
@@ -334,7 +343,7 @@ def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
 
 
 def planned_target(plan: Plan | Placement | None) -> RewriteTarget | None:
-    """Return the target that a plan's graph is rewritten for, or None; torch is loaded only for a target."""
+    """Return the device that a plan's graph was rewritten for; None, without loading torch, if it was not rewritten."""
     if not isinstance(plan, Plan) or not plan.rewritten:
         return None
     from meshwright.rewrite.planned import target_of
@@ -345,7 +354,8 @@ def planned_target(plan: Plan | Placement | None) -> RewriteTarget | None:
 def graph_to_show(plan: Plan | Placement, document: str, graph_file: Path | None, option: str) -> Graph:
     """Return the graph of a plan that is only displayed, without executing code that only the plan names.
 
-    Raises ModelReferenceError for a model in a Python file unless its graph was given, PlanError for another graph.
+    Raises ModelReferenceError for a model in a Python file without a given graph, and PlanError if the given graph is
+    not that of the plan.
     """
     refuse_to_load(plan, document, graph_file, option)
     graph = graph_of_plan(plan, graph_file)

@@ -1,4 +1,4 @@
-"""``meshwright optimize``: equivalent, cheaper graphs, and the rules that lead to them, verified and explained."""
+"""``meshwright optimize``: rewrite a model into an equivalent, faster one; generate, verify and explain the rules."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ def optimize_model(
     max_seconds: Annotated[float, typer.Option(min=0.1, help="The most seconds to apply rules for.")] = 5.0,
     max_nodes: Annotated[int, typer.Option(min=100, help="The most operators that rules may add.")] = 4_000,
     budget: Annotated[
-        float, typer.Option(min=0.5, help="Seconds to spend on timing operators, and as long again on timing models.")
+        float,
+        typer.Option(min=0.5, help="Seconds to spend on timing operators, and the same time again on timing models."),
     ] = 30.0,
     report: Annotated[Path | None, typer.Option(help="Write both graphs and the rules to this page (.html).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for a cheaper graph that computes the same; keep it if it is equal in float64 and faster here.
+    """Search for a cheaper equivalent graph; keep it if its outputs are equal in float64 and it is faster here.
 
     The model is captured for one batch size. Proved rules lead to equal graphs; their operators are timed, HiGHS
     chooses the cheapest graph, and timings of whole models decide. If no graph is faster, the model stays as it is.
@@ -185,7 +186,7 @@ def _tables(rewriting: Rewriting) -> list[Any]:
     shown += [
         Text(
             f"{each.name}: rules were stopped by the limit of {each.found.grown.ended} at "
-            f"{each.found.grown.num_nodes:,} operators; this is the best of what was found by then."
+            f"{each.found.grown.num_nodes:,} operators; the result is the best graph found until then."
         )
         for each in rewriting.candidates
         if each.found.grown.ended in ("nodes", "seconds")

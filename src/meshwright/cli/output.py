@@ -56,14 +56,14 @@ _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 class PlainConsole(Console):
-    """Prints control characters of strings as escapes."""
+    """A rich console that prints control characters as escapes."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a string as text, escaped before its width is measured, so that columns fit what is printed."""
         return super().render_str(escape_controls(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of other renderables, such as texts that are already styled, escaped."""
+        """Yield the segments of a renderable, such as a styled text, with control characters escaped."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else escape_controls(segment.text)
             yield segment if text == segment.text else segment._replace(text=text)
@@ -125,12 +125,12 @@ def print_tables(*renderables: Any) -> None:
 
 
 def grid_width(num_ranks: int) -> int:
-    """Return the columns of a schedule's picture that fit beside the names of the ranks."""
+    """Return the columns for the time axis of a drawn schedule: those beside the names of the ranks; at least 20."""
     return max(20, PlainConsole().width - len(f"rank {num_ranks - 1} "))
 
 
 def report_error(message: str) -> None:
-    """Print one paragraph on standard error."""
+    """Print an error message as one paragraph on standard error."""
     console = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
     console.print("[bold red]error:[/] ", end="")
     console.print(message, markup=False)
@@ -181,14 +181,14 @@ class TerminalSink:
         self._progress.stop()
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """Move the bar of a task."""
+        """Set the bar of a task to ``done`` of ``total``; its first call adds the bar."""
         if task not in self._tasks:
             self._tasks[task] = self._progress.add_task(task, total=total, metrics="")
         text = "  ".join(f"{name} {value:.4g}" for name, value in self._metrics.items())
         self._progress.update(self._tasks[task], completed=done, total=total, metrics=text)
 
     def metric(self, name: str, value: float, step: int) -> None:  # noqa: ARG002 - the protocol's signature
-        """Remember a number for the bar."""
+        """Store a number that bars show from their next update on."""
         self._metrics[name] = value
 
 

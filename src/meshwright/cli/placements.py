@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` print of a placement of single ops: its ranks, and the time of a step."""
+"""Output of `plan` and `simulate` for a placement of single ops: a table of its ranks, and the time of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def print_placement(
     *,
     as_json: bool,
 ) -> None:
-    """Print a simulated placement: its ranks, its timeline and a picture."""
+    """Print a simulated placement: its ranks, its timeline and a picture. ``scenario``: its facts for ``--json``."""
     from meshwright.report import describe_workload, draw_grid, timeline_rows, timeline_table, workload_row
     from meshwright.simulator import explain_overflows, find_overflows
 
@@ -49,10 +49,10 @@ def print_placement(
 
 
 def rank_rows(placement: Placement, graph: Graph, result: Simulation, machine: Cluster) -> list[dict[str, Any]]:
-    """One plain row per rank.
+    """Return one row per rank of a simulated placement.
 
-    Keys: ``rank``, ``device``, ``num_stages``, ``num_ops``, ``busy_s`` (in the simulated steps), ``sent_bytes`` (values
-    of one microbatch that other ranks read), ``peak_memory_bytes``.
+    Keys: ``rank``, ``device``, ``num_stages``, ``num_ops``, ``busy_s`` (over all simulated steps), ``sent_bytes``
+    (values of one microbatch that other ranks read), ``peak_memory_bytes``.
     """
     from meshwright.spec import slice_placement
 
@@ -82,7 +82,7 @@ def rank_rows(placement: Placement, graph: Graph, result: Simulation, machine: C
 
 
 def placement_tables(placement: Placement, rows: list[dict[str, Any]], result: Simulation) -> list[Any]:
-    """Return the tables for people: the placement in a line, its ranks, and the time of a step."""
+    """Return what the terminal shows: the placement in a line, the table of its ranks, and the simulated time."""
     from meshwright.report.narrow import NarrowTable
 
     headings = ("rank", "device", "stages", "ops", "busy", "sent", "memory")

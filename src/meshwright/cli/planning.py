@@ -1,4 +1,4 @@
-"""Shared by `plan` and related verbs: defaults of a workload, what a plan was made with, and output if nothing fits."""
+"""Functions shared by `plan` and related verbs: default precision and batch, measurements, prices, nearest plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def recall_software(plan: Plan | Placement, given: str | None) -> str | None:
-    """Return the training software that a plan is estimated for: the given one, or the plan's own, with a remark."""
+    """Return the training software to predict for: the given one, or (with a note) the plan's own, or None."""
     if given is None and plan.made_with.predicted_for:
         note(f"Estimated for {plan.made_with.predicted_for}, as the plan was made.")
     return given or plan.made_with.predicted_for or None
@@ -36,11 +36,10 @@ def recall_software(plan: Plan | Placement, given: str | None) -> str | None:
 def recall_measurements(
     plan: Plan | Placement | None, plan_file: Path | None, given: Path | None, cluster: str | None = None
 ) -> Path | None:
-    """Return the measurements that a plan is estimated with: those given, or those it was made with.
+    """Return the measurement table to predict a plan with: the given one, or the one that the plan was made with.
 
-    Prints a remark on them.
-
-    On another ``cluster`` than the plan's, and without a plan, only those given are used.
+    Prints a note on the table that the plan was made with. On another ``cluster`` than the plan's, and without a plan,
+    only the given table is used.
     """
     if plan is None or plan_file is None or cluster not in (None, plan.cluster):
         return given
@@ -51,16 +50,17 @@ def recall_measurements(
 
 
 def as_written(item: RankedPlan, cluster: str, made_with: MadeWith) -> RankedPlan:
-    """Return a plan with the reference of its cluster, and with the options that it was made with."""
+    """Return a plan with its cluster as the user named it, and with a record of what the plan was made with."""
     return replace(item, plan=replace(item.plan, cluster=cluster, made_with=made_with))
 
 
 def make_cost_model(
     cluster: Cluster, measurements: Path | None, precision: Precision, software: str | None = None
 ) -> CostModel:
-    """Return the cost model of a cluster, with a table of measurements if one is given.
+    """Return the cost model of a cluster, with a measurement table if one is given.
 
-    Prints a note if another torch made the table. Raises what `load_cost_model` and `read_software` raise.
+    Prints a note if the table was measured with another version of torch. Raises what `load_cost_model` and
+    `read_software` raise.
     """
     from meshwright.cost import load_cost_model, other_torch, read_software
 
@@ -71,7 +71,7 @@ def make_cost_model(
 
 
 def print_misfit(error: NothingFitsError, as_json: bool) -> None:
-    """Print the nearest plan, rank by rank, before the error itself."""
+    """Print the memory of the plan that is nearest to fitting, rank by rank; the caller reports the error itself."""
     from meshwright.report import fit_table
 
     rows = error.nearest.memory_rows()
@@ -86,12 +86,12 @@ def print_misfit(error: NothingFitsError, as_json: bool) -> None:
 # Gradient types that a user can choose; None: the precision implies the type.
 GradientType = Literal["float32", "bfloat16"]
 PRECISION_HELP = "Types of weights, activations and gradients; by default mixed where bfloat16 is faster, else float32."
-GRADIENT_HELP = "With --precision mixed: the type in which gradients are added up and summed. By default float32."
+GRADIENT_HELP = "With --precision mixed: the type in which gradients are accumulated and reduced. By default float32."
 
 
 # Precisions to propose instead of one that a device lacks.
 _REPLACEMENTS: tuple[Precision, ...] = ("float32", "amp-float16", "mixed")
-TF32_HELP = "With --precision float32: GPUs multiply matrices in TF32. It is --precision tf32."
+TF32_HELP = "With --precision float32: multiply matrices in TF32 on GPUs. The same as --precision tf32."
 
 
 def choose_precision(
@@ -103,9 +103,10 @@ def choose_precision(
     tf32: bool = False,
     schedules: Collection[str] = (),
 ) -> Precision:
-    """Return the requested precision; by default two bytes if bfloat16 is faster than float32 on all devices.
+    """Return the requested precision; by default one of two bytes if bfloat16 is faster than float32 on all devices.
 
-    Schedules that run no master weights are planned in amp by default.
+    That default is mixed for training and bfloat16 for inference. It is amp for the schedule `WAVES`, which keeps no
+    master weights.
 
     Raises typer.BadParameter for gradients of a type that the precision does not have, for TF32 with a precision
     that multiplies in another type, and for a precision that a GPU has no arithmetic for.
@@ -113,8 +114,8 @@ def choose_precision(
     if tf32:
         if precision not in (None, "float32", "tf32"):
             raise typer.BadParameter(
-                f"--tf32 was given with --precision {precision}, which multiplies in another type. Leave it out, or "
-                "plan in --precision float32."
+                f"--tf32 was given with --precision {precision}, which multiplies in another type. Leave --tf32 out, "
+                "or plan in --precision float32."
             )
         precision = "tf32"
     if precision is not None:
@@ -127,7 +128,7 @@ def choose_precision(
     if precision != "mixed" or mode == "inference":
         raise typer.BadParameter(
             f"--grad-dtype {gradients} was given with --precision {precision}, whose gradients are in "
-            f"{numbers_of(precision).gradients}. Leave it out, or train in --precision mixed."
+            f"{numbers_of(precision).gradients}. Leave --grad-dtype out, or train in --precision mixed."
         )
     return "mixed-bf16-gradients"
 
@@ -148,7 +149,7 @@ def _check_rates(precision: Precision, cluster: Cluster) -> None:
             continue
         instead = [word for word in _REPLACEMENTS if numbers_of(word).arithmetic in rates]
         raise typer.BadParameter(
-            f"--precision {precision} computes in {missing[0]}, which {kind.usual_name} has no rate for. Plan with "
+            f"--precision {precision} computes in {missing[0]}, for which {kind.usual_name} has no rate. Plan with "
             f"--precision {' or '.join(instead or list(rates))}, or state the rate in peak_flops_per_s of the device "
             "kind if it has one."
         )
@@ -196,7 +197,7 @@ def given_options(context: typer.Context) -> tuple[str, ...]:
 
 
 def repeat_options(context: typer.Context) -> str:
-    """Return the options that the user typed, as a shell reads them."""
+    """Return the options that the user typed, with their values, as one string quoted for a shell."""
     words: list[str] = []
     for parameter in context.command.params:
         name = max(parameter.opts, key=len)
@@ -210,7 +211,10 @@ def repeat_options(context: typer.Context) -> str:
 
 
 def read_prices(text: str | None) -> Scenario:
-    """Read prices of devices as typed on the command line. Raises PlanError for a scenario without prices."""
+    """Return the prices of --prices: a number per device and hour, or a scenario's name or file; None: no prices.
+
+    Raises PlanError for a scenario without prices.
+    """
     if text is None:
         return Scenario()
     with suppress(ValueError):

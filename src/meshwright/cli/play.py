@@ -1,4 +1,4 @@
-"""``meshwright show --play``: the playground, from a model's name, a plan or nothing at all."""
+"""``meshwright show --play``: serve the playground, a local page that predicts plans while they are changed."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ from meshwright.spec.precision import Precision
 class PlayRequest:
     """The options of ``show --play``.
 
-    ``reference`` is a model, a plan's file, or None for the first model; ``graph_file`` holds the graph of the plan's
-    model. With ``cluster``, the playground starts with the best plan of a search there, or with the given plan moved
-    there. With ``runs_schedule`` the plan's own schedule, a function in a file, may be run.
+    ``reference`` is a model, a plan's file, or None for the default model; ``graph_file`` holds the graph of the plan's
+    model. With ``cluster``, the playground starts with the best plan of a search on this cluster, or with the given
+    plan moved to it. With ``runs_schedule``, a schedule of the plan that is a function in a file may be run. ``port`` 0
+    is a free port.
     """
 
     reference: str | None = None
@@ -65,7 +66,7 @@ class PlayRequest:
 
 
 def play(request: PlayRequest) -> None:
-    """Serve the playground until Ctrl-C."""
+    """Serve the playground on a local port until Ctrl-C. Raises PlaygroundError for contradicting options."""
     plan = None if request.reference is None else _read_plan(request.reference)
     _check_request(request, plan)
     bench, state = _begin(request, plan)
@@ -83,16 +84,20 @@ def play(request: PlayRequest) -> None:
 def _check_request(request: PlayRequest, plan: Plan | None) -> None:
     """Refuse options that contradict each other."""
     if plan is None and request.graph_file is not None:
-        raise PlaygroundError("--graph goes with a plan; give the graph itself as MODEL: --play graph.json.")
+        raise PlaygroundError(
+            "--graph goes with a plan, and no plan was given. To play with a graph: meshwright show --play graph.json."
+        )
     if request.runs_schedule and (plan is None or split_reference(plan.schedule) is None):
         raise PlaygroundError(
             "--schedule lets --play run a plan's schedule that is a function in a file; there is no such schedule "
-            "here. Leave it out."
+            "here. Leave --schedule out."
         )
     if plan is not None and request.precision is not None:
-        raise PlaygroundError("--precision goes with a model on --cluster; a plan has its own. Leave it out.")
+        raise PlaygroundError(
+            "--precision goes with a model on --cluster; a plan has its own precision. Leave --precision out."
+        )
     if plan is None and request.cluster is None and (request.measurements or request.precision):
-        raise PlaygroundError("--measurements and --precision go with --cluster of --play; give that, too.")
+        raise PlaygroundError("--measurements and --precision go with --cluster of --play; give --cluster, too.")
 
 
 def _begin(request: PlayRequest, plan: Plan | None) -> tuple[Workbench, Controls]:
@@ -126,8 +131,8 @@ def _begin_with_plan(request: PlayRequest, plan: Plan, models: dict[str, Offered
     if request.graph_file is None and split_reference(plan.model) is not None:
         name, shown = shlex.quote(plan.model), f"meshwright show {shlex.quote(file)} --play --graph"
         raise ModelReferenceError(
-            f"{file} is a plan of {plan.model!r}, and `show` executes no file that only a plan names. Name it "
-            f"yourself, and it is captured: {shown} {name}. Or give its graph: meshwright capture {name} --out "
+            f"{file} is a plan of {plan.model!r}, and `show` executes no file that only a plan names. Name the model "
+            f"yourself to have it captured: {shown} {name}. Or give its graph: meshwright capture {name} --out "
             f"graph.json, then {shown} graph.json."
         )
     if split_reference(plan.schedule) is not None and not request.runs_schedule:
@@ -180,7 +185,9 @@ def _check_state(state: Controls) -> None:
     try:
         from_query(to_query(state))
     except PlaygroundError as error:
-        raise PlaygroundError(f"The page does not hold this plan: {error} Use `meshwright simulate` for it.") from None
+        raise PlaygroundError(
+            f"The playground cannot show this plan: {error} Use `meshwright simulate` for it."
+        ) from None
 
 
 def _read_plan(reference: str) -> Plan | None:
@@ -190,6 +197,7 @@ def _read_plan(reference: str) -> Plan | None:
     data = read_data(reference)
     if document_kind(data) == "placement":
         raise PlaygroundError(
-            f"{reference} places every op on a device, which the page does not show. Use `meshwright simulate` for it."
+            f"{reference} is a placement of single ops, which the playground cannot show. Use `meshwright "
+            "simulate` for it."
         )
     return decode_document(Plan, data, reference) if document_kind(data) == "plan" else None

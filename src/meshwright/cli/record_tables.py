@@ -20,7 +20,10 @@ _MAX_LISTED = 20
 
 
 def show_records(path: Path, as_json: bool, other_options: bool) -> None:
-    """Show a measurement table (.parquet): its contents by device and op."""
+    """Print the rows of a measurement table (.parquet) by device and op.
+
+    Raises DocumentError with ``other_options``: if other options than --json were given.
+    """
     from meshwright.records import read_records_at
 
     if other_options:
@@ -44,7 +47,7 @@ def op_rows(records: Records) -> list[dict[str, Any]]:
 
 
 def op_tables(records: Records) -> list[Any]:
-    """Return the first rows of `op_rows` as a table, and the number of the others."""
+    """Return a table of the first rows of `op_rows`, and a line with the number of the remaining rows."""
     from meshwright.report import make_table
 
     rows = op_rows(records)

@@ -23,10 +23,10 @@ from meshwright.cli.planning import given_options
 
 @dataclass(frozen=True, slots=True)
 class Of:
-    """Where an option has an effect: in these forms of the command (none named: in all of them).
+    """Where an option has an effect: in these ``forms`` of the command, or in all forms if none is named.
 
-    ``needs`` is an option without which this one has no effect. ``unless`` returns, for a request, why the option has
-    no effect there, or "".
+    ``needs`` is another option without which this option has no effect. ``unless`` returns, for a request, the reason
+    why the option has no effect there, or "".
     """
 
     forms: tuple[str, ...]
@@ -44,7 +44,11 @@ _ANYWHERE = Of()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionField:
-    """One option of a request: its field, the names that are typed, help, metavariable, and where it has an effect."""
+    """One option of a request.
+
+    ``names`` are those that can be typed; ``takes`` is the metavariable of the value, "" for a flag; ``of`` declares
+    where the option has an effect.
+    """
 
     field: str
     names: tuple[str, ...]
@@ -54,7 +58,7 @@ class OptionField:
 
     @property
     def name(self) -> str:
-        """The long name; for a flag with an opposite, the positive name."""
+        """The long name, such as ``--zero``; for a flag with an opposite, the positive name."""
         return next(name for name in self.names if name.startswith("--"))
 
 
@@ -80,7 +84,7 @@ class CommandRequest:
                 raise typer.BadParameter(f"{option.name} has no effect {why}.")
 
     def objection(self, option: OptionField) -> str:
-        """Why an option has no effect in this request; "" where it has one."""
+        """Return the reason why an option has no effect in this request; "" if it has one."""
         of = option.of
         if of.forms and self.form() not in of.forms:
             of_others = " or ".join(self.FORMS[form] for form in of.forms)
@@ -136,9 +140,9 @@ def as_command(request: type[R], run: Callable[[R], None]) -> Callable[..., None
 
 
 def option_rows(request: type[CommandRequest], forms: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return a row for each option, for a page: its names, its help, and where it has an effect.
+    """Return a row for each option of a command's page: its names, its help, and where it has an effect.
 
-    ``forms`` describes the forms of the command.
+    ``forms`` maps each form of the command to its words on the page.
     """
     rows = []
     for option in options_of(request).values():

@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 
 def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded: int) -> None:
-    """Check a table of measurements. Raises for one that the plan cannot use or that its run cannot correct.
+    """Check the table of --measurements before a run. Prints a note if another version of torch measured it.
 
-    Prints a note if another torch made the table.
+    Raises BadParameter if the run cannot correct the table (--calibrate), and what `make_cost_model` raises if the plan
+    cannot use the table.
     """
     document = job.read_plan()
     if calibrate and isinstance(document, Plan) and document.compiled:
@@ -49,7 +50,10 @@ def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded
             "calibrate."
         )
     if calibrate and (not isinstance(document, Plan) or num_recorded < 2):
-        raise typer.BadParameter("--calibrate fits one recorded step and judges by another, of a plan by layers.")
+        raise typer.BadParameter(
+            "--calibrate needs a plan by layers and at least two recorded steps: some fit the corrections, the others "
+            "test them. Record more steps with --record, or leave --calibrate out."
+        )
     make_cost_model(load_cluster(document.cluster), table, document.workload.precision)
 
 
@@ -76,7 +80,7 @@ def check_options(given: Sequence[str]) -> None:
     if "--process" in given and "--dry" not in given:
         raise typer.BadParameter("--process chooses the process that --dry runs; give --dry, too.")
     if "--calibrate" in given and "--measurements" not in given:
-        raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give it, too.")
+        raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give --measurements, too.")
     if "--scenario" in given and "--emulate" not in given:
         raise typer.BadParameter("--scenario changes an emulated cluster: give --emulate CLUSTER, too.")
     if "--checkpoint" not in given and ("--resume" in given or "--checkpoint-every" in given):
@@ -84,7 +88,7 @@ def check_options(given: Sequence[str]) -> None:
 
 
 def print_dry_run(job: Job, process: int, as_json: bool) -> None:
-    """Print what one process exchanged in a step, compared with the prediction."""
+    """Run one step of one process without the others, and print its exchanges, compared with the prediction."""
     from meshwright.report import make_table
     from meshwright.training import dry_run
 
@@ -109,10 +113,10 @@ def print_dry_run(job: Job, process: int, as_json: bool) -> None:
 
 
 def lines_for_nodes(plan: Path, options: str) -> list[str]:
-    """Return the lines that start a plan on several nodes with the same options.
+    """Return the lines that tell the user how to start a plan on several nodes with the same ``options``.
 
-    Empty for plans of one node, and for clusters not known here. Raises PlanError for a plan that can only be
-    simulated.
+    Empty for placements, for plans of one node, and if the cluster's description is not found on this host. Raises
+    PlanError for a plan that can only be simulated.
     """
     from meshwright.report.settings import launch_lines
     from meshwright.runtime import check_runnable
@@ -142,18 +146,26 @@ def emulated_cluster(job: Job, reference: str, scenarios: Sequence[str] | None) 
 
 
 def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
-    """Return the first step to record, from 0, and the number of steps; by default the last five."""
+    """Return the first step to record, counted from 0, and the number of steps, from the text of --record.
+
+    Without a text, the first step is None: the last five steps are recorded. Raises BadParameter for an invalid text.
+    """
     if given is None:
         return None, 5
     first, _, last = given.partition("-")
     last = last or first
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= num_steps):
-        raise typer.BadParameter(f"--record {given}: expected a step of 1 to {num_steps}, or two with a dash: 3-5.")
+        raise typer.BadParameter(
+            f"--record {given}: expected a step of 1 to {num_steps}, or two with a dash, such as 3-5."
+        )
     return int(first) - 1, int(last) - int(first) + 1
 
 
 def judge(job: Job, result: RunResult, measurements: Path | None, emulated: Emulated | None) -> Outcome | None:
-    """Return the measured steps beside their prediction, for an emulated run on that cluster; None for placements."""
+    """Return the measured steps compared with their prediction, for an emulated run that of the emulated cluster.
+
+    None for placements, and, with a note, if the steps cannot be predicted.
+    """
     from meshwright.training import judge_run
 
     document = job.read_plan()
@@ -177,7 +189,7 @@ def judge(job: Job, result: RunResult, measurements: Path | None, emulated: Emul
 
 
 def correct(plan: Path, result: RunResult, measurements: Path) -> Calibration:
-    """Correct a table by the recorded steps, and write it if other steps show it to be better."""
+    """Correct a measurement table by some recorded steps; write the table if it predicts the other steps better."""
     from meshwright.records import load_measurements, save_measurements
     from meshwright.training import correct_table
 
@@ -204,7 +216,11 @@ def print_result(
     ranks: tuple[int, ...] | None,
     as_json: bool,
 ) -> None:
-    """Print the result of a run and write the trace; ``off`` is the largest relative difference of the losses."""
+    """Print the result of a run, and write the trace of ``ranks`` (None: all).
+
+    ``off`` is the largest relative difference of the losses from those of one process, None if not compared. ``table``
+    is the path of the corrected table.
+    """
     from meshwright.report import timeline_rows, timeline_table, write_trace
 
     timeline = read_document(Timeline, result.timeline)
@@ -241,12 +257,14 @@ def run(
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 20,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the timeline and the results.")] = Path("run"),
     learning_rate: Annotated[
-        float | None, typer.Option(help="Learning rate; by default the optimizer's usual.")
+        float | None, typer.Option(help="Learning rate; by default the usual one of the optimizer.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and dropout.", min=0, max=2**63 - 1)] = 0,
     repair: Annotated[
         str | None,
-        typer.Option(help="Under an asynchronous schedule: predict weights, or discount learning rates."),
+        typer.Option(
+            help="Repair of stale weights under an asynchronous schedule: predict (weights), discount (rates)."
+        ),
     ] = None,
     repair_fade: Annotated[
         int,
@@ -255,11 +273,11 @@ def run(
         ),
     ] = 0,
     clip_norm: Annotated[
-        float | None, typer.Option(help="The largest norm of all gradients together.", min=0.0)
+        float | None, typer.Option(help="Clip the norm of all gradients together to at most this.", min=0.0)
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
-        typer.Option(help="What the ranks compute on; by default what the plan's cluster has."),
+        typer.Option(help="The devices that ranks compute on; by default those of the plan's cluster."),
     ] = None,
     compiled: CompiledOption = None,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained weights to this file (.pt).")] = None,
@@ -274,7 +292,7 @@ def run(
     offload_folder: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the states that the plan keeps on NVMe; by default the folder of temporary files."
+            help="Folder for the states that the plan offloads to NVMe; by default the folder of temporary files."
         ),
     ] = None,
     check: Annotated[
@@ -299,7 +317,9 @@ def run(
             "--calibrate", help="Correct the table of --measurements by the recorded steps, if that improves it."
         ),
     ] = False,
-    here: Annotated[bool, typer.Option("--here", help="Start a plan for several nodes on this host alone.")] = False,
+    here: Annotated[
+        bool, typer.Option("--here", help="Start all ranks on this host, even of a plan for several nodes.")
+    ] = False,
     dry: Annotated[
         bool,
         typer.Option(
@@ -307,7 +327,7 @@ def run(
             help="Run one step of one process without the others, and compare its exchanges with the prediction.",
         ),
     ] = False,
-    process: Annotated[int | None, typer.Option(help="With --dry: which process; by default 0.", min=0)] = None,
+    process: Annotated[int | None, typer.Option(help="With --dry: the process to run; by default 0.", min=0)] = None,
     emulate: Annotated[
         str | None,
         typer.Option(
@@ -381,7 +401,7 @@ def run(
     if emulated is not None and is_rank:
         raise typer.BadParameter("--emulate starts all ranks on this host: start it without torchrun.")
     if not is_rank and not here and emulated is None and (lines := lines_for_nodes(plan, repeat_options(call))):
-        print_tables(*lines, "With --here all of its ranks start on this host.")
+        print_tables(*lines, "With --here all ranks of the plan start on this host.")
         raise typer.Exit(1)
     is_first = not is_rank or os.environ["RANK"] == "0"
     with (

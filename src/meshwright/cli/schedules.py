@@ -1,4 +1,4 @@
-"""What verbs print of schedules: a plan's schedule drawn as in papers, and the same stages under others."""
+"""Output about schedules: the drawing of a plan's schedule, and a comparison of schedules for the same stages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 def show_schedule(value: Any, document: str, as_json: bool, out: Path | None = None) -> None:
-    """Draw the schedule of a plan in slots, also into a file (.svg); needs neither model nor cluster."""
+    """Draw the schedule of a plan in slots (forward 1, backward 2), also into a file (.svg); no model is needed.
+
+    Raises DocumentError if ``value`` is not a plan.
+    """
     from meshwright.program import max_in_flight, picture_schedule
     from meshwright.report import draw_schedule, draw_slots, explain_slots
 
@@ -85,7 +88,7 @@ def program_to_show(plan: Plan | Placement, document: str, graph_file: Path | No
 FindOrdersOption = Annotated[
     Path | None,
     typer.Option(
-        help="Find the fastest order for these stages, write it to this file (.csv) and follow it.",
+        help="Search the fastest order of computations for these stages, write it to this file (.csv) and follow it.",
         metavar="FILE.csv",
     ),
 ]
@@ -94,12 +97,12 @@ VirtualStagesOption = Annotated[
 ]
 WholeOption = Annotated[
     bool,
-    typer.Option("--whole-backwards", help="Do not split backward into two parts."),
+    typer.Option("--whole-backwards", help="Do not split backwards into those of inputs and of weights."),
 ]
 
 
 def check_orders(find_orders: Path | None) -> None:
-    """Raise typer.BadParameter for an invalid request, before anything is computed."""
+    """Raise DocumentError, before anything is computed, if the file of --find-orders cannot be written as .csv."""
     if find_orders is not None:
         if find_orders.suffix != ".csv":
             raise DocumentError(f"--find-orders {find_orders} does not end in .csv. Give a name that does.")
@@ -114,7 +117,10 @@ def compared_schedules(plan: Plan, against: Sequence[str] | None) -> Sequence[st
 def compare(
     plan: Plan, graph: Graph, machine: Cluster, cost: CostModel, against: Sequence[str], contention: Contention
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return rows for JSON and renderables for people; nothing if there is nothing to compare with."""
+    """Simulate a plan's stages under the schedules in ``against``, as for the option ``--against``.
+
+    Return rows for ``--json``, and renderables for the terminal. Both are empty if ``against`` is empty.
+    """
     from meshwright.planner import compare_schedules, schedule_rows
     from meshwright.report import fit_table, schedules_table
 

@@ -52,21 +52,31 @@ if TYPE_CHECKING:
 def run(
     deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="Models and devices (.toml or .json).")],
     policy: Annotated[
-        str | None, typer.Option(help="Which policy decides: a name with settings, or your own, file.py:Class.")
+        str | None,
+        typer.Option(help="The policy that forms batches: a name with settings, or your own, file.py:Class."),
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="The address to listen at; 0.0.0.0 means all addresses of this machine.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="The port of requests; 0 for a free one.", min=0, max=65_535)] = None,
+    port: Annotated[
+        int | None, typer.Option(help="The port for requests over HTTP; 0 for a free one.", min=0, max=65_535)
+    ] = None,
     grpc_port: Annotated[
-        int | None, typer.Option(help="The port of requests over gRPC; 0 for a free one.", min=0, max=65_535)
+        int | None, typer.Option(help="The port for requests over gRPC; 0 for a free one.", min=0, max=65_535)
     ] = None,
     grpc: Annotated[bool | None, typer.Option(help="Whether to serve gRPC as well.", show_default=False)] = None,
     admin_port: Annotated[
-        int | None, typer.Option(help="The port of metrics, on this machine only; 0 for a free one.", min=0, max=65_535)
+        int | None,
+        typer.Option(
+            help="The port for metrics and `serve models`, on this machine only; 0 for a free one.", min=0, max=65_535
+        ),
     ] = None,
-    fronts: Annotated[int | None, typer.Option(help="Processes that read requests.", min=1, max=MOST_FRONTS)] = None,
-    devices: Annotated[int | None, typer.Option(help="Workers, one process each.", min=1, max=MOST_WORKERS)] = None,
+    fronts: Annotated[
+        int | None, typer.Option(help="Number of frontends, the processes that read requests.", min=1, max=MOST_FRONTS)
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices, each with one worker process.", min=1, max=MOST_WORKERS)
+    ] = None,
     token_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Requests must carry the token in this file.")
     ] = None,
@@ -151,9 +161,9 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
             note(f"{facts['model']} failed on a sample: {facts['text']}")
         case "limited" if name == "front-0":
             note(
-                f"The system lets a front have {facts['files']} files open; connections may need {facts['wanted']}. "
-                f"There can be {facts['connections']} connections. Raise the limit (ulimit -Hn), or give fewer "
-                f"connections in [server]."
+                f"The system lets a frontend have {facts['files']} files open, but its connections may need "
+                f"{facts['wanted']}; only {facts['connections']} connections are possible. Raise the limit (ulimit "
+                f"-Hn), or give fewer connections in [server] of the deployment."
             )
         case "unlogged" | "unstarted":
             note(facts["text"])
@@ -172,7 +182,9 @@ def _meaning(code: int) -> str:
 
 
 def replay(
-    log: Annotated[Path, typer.Argument(metavar="LOG", exists=True, dir_okay=False, help="What `serve --log` wrote.")],
+    log: Annotated[
+        Path, typer.Argument(metavar="LOG", exists=True, dir_okay=False, help="The log that `serve --log` wrote.")
+    ],
 ) -> None:
     """Repeat all decisions of a server: feed the events of its log through its policy, and compare."""
     from meshwright.serving.server.replay import replay_log
@@ -242,7 +254,7 @@ def _post(url: str, path: str, token_file: Path | None) -> Any:
     except (OSError, http.client.HTTPException, ValueError) as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise ServingError(
-            f"No server's admin port answers at {url}: {why}. `meshwright serve` prints its address."
+            f"No server's admin port answers at {url}: {why}. `meshwright serve` prints the address of this port."
         ) from None
     finally:
         connection.close()
@@ -260,7 +272,7 @@ _LEVEL = 3
 
 def timeline(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server's admin port: http://127.0.0.1:8002.")],
-    seconds: Annotated[float, typer.Option(help="How long it records.", min=0.1, max=30.0)] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Seconds to record.", min=0.1, max=30.0)] = 2.0,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="The file to write (.json, or .json.gz), for ui.perfetto.dev.")
     ] = Path("timeline.json"),
@@ -284,7 +296,7 @@ def timeline(
     write_bytes(gzip.compress(content, _LEVEL, mtime=0) if out.suffix == ".gz" else content, out)
     print(f"{requests} and {batches} batches in {format_seconds(told['seconds'])}, written to {out}.")
     print("Open it at https://ui.perfetto.dev.")
-    for kind, words in (("cut", "had more events than are kept"), ("missing", "did not say what happened")):
+    for kind, words in (("cut", "had more events than were kept"), ("missing", "did not answer")):
         if told[kind]:
             note(f"{', '.join(told[kind])} {words}.")
 
@@ -347,7 +359,10 @@ def load(
     rate: Annotated[float | None, typer.Option(help="Requests per second.", min=0.0, max=1e9)] = None,
     shape: Annotated[
         float | None,
-        typer.Option(help="With --rate: gaps of a gamma distribution; 1 is Poisson, 0.1 comes in bursts.", min=1e-3),
+        typer.Option(
+            help="With --rate: shape of the gamma distribution of gaps between requests; 1: Poisson, 0.1: bursts.",
+            min=1e-3,
+        ),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Arrival times from a file instead of --rate: one per line, in seconds.")
@@ -355,7 +370,8 @@ def load(
     deployment: Annotated[
         Path | None,
         typer.Option(
-            help="Models, arrivals and deadlines of a deployment (.toml); copies of cat are cat-0, cat-1, ..."
+            help="Take models, arrivals and deadlines from this deployment (.toml); copies of a model cat are called "
+            "cat-0, cat-1, ..."
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Seconds of requests.", min=0.001, max=1e6)] = 10.0,
@@ -383,7 +399,7 @@ def load(
     connections: Annotated[
         int, typer.Option(help="The most connections that are open at a time.", min=1, max=50_000)
     ] = 2048,
-    processes: Annotated[int, typer.Option(help="Processes that send.", min=1, max=64)] = 1,
+    processes: Annotated[int, typer.Option(help="Processes that send requests.", min=1, max=64)] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the arrival times and values.", min=0, max=2**31)] = 0,
     token_file: Annotated[Path | None, typer.Option(help="A file with the token that the server requires.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write all figures to this file (.json).")] = None,
@@ -444,7 +460,7 @@ def _read_time(text: str) -> float:
 def _refuse_beside(option: str, others: dict[str, Any]) -> None:
     given = [name for name, value in others.items() if value is not None]
     if given:
-        raise DocumentError(f"{option} and {given[0]} both set what arrives. Give one of them.")
+        raise DocumentError(f"{option} and {given[0]} both set what arrives at the server. Give one of them.")
 
 
 def _arrivals(rate: float | None, shape: float | None, trace: Path | None) -> Arrivals:
@@ -487,7 +503,7 @@ def _print(result: LoadResult, document: dict[str, Any], out: Path | None) -> No
     lines += [f"One answer with status {status}: {reason}." for status, reason in result.reasons.items()]
     if result.total.rejected_p99_s is not None:
         lines.append(
-            f"99 % of those with status 503 were answered within {format_seconds(result.total.rejected_p99_s)}."
+            f"99 % of the requests with status 503 were answered within {format_seconds(result.total.rejected_p99_s)}."
         )
     if document["lateness_p99_s"] is not None:
         lines.append(

@@ -1,4 +1,4 @@
-"""``meshwright show``: look at any document.
+"""``meshwright show``: show the contents of any document.
 
 show PLAN --as SYSTEM    a plan as settings of another system
 show zoo                 the list of shipped models
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRequest:
-    """The options about costs; all empty if none was given."""
+    """The options of ``show`` about costs; each has its default if it was not given."""
 
     cluster: str | None = None
     collectives: bool = False
@@ -65,12 +65,12 @@ class CostRequest:
 
     @property
     def is_asked(self) -> bool:
-        """Return whether costs are to be shown."""
+        """Whether ``--collectives`` or ``--cluster`` asks for costs."""
         return self.collectives or self.cluster is not None
 
 
 def show_costs(value: Any, document: str, estimating: CostRequest, batch_size: int, as_json: bool) -> None:
-    """Print one table per kind of device, or those of collectives.
+    """Print costs: of a model's layers, one table per kind of device, or (--collectives) of a cluster's collectives.
 
     Raises DocumentError if the document is not a graph, or not a cluster.
     """
@@ -135,7 +135,7 @@ def _read_ranks(text: str | None, cluster: Cluster) -> tuple[int, ...]:
 
 
 def show_memory(graph: Graph, machine: Cluster, precision: Precision, batch_size: int, as_json: bool) -> None:
-    """Print the memory of layers and of ways to reduce it, for AdamW.
+    """Print the memory of each layer, and of a rank under recompute, ZeRO and offload, in training with AdamW.
 
     Raises GraphError for a graph that is not for training.
     """
@@ -194,7 +194,9 @@ def show(
     ] = None,
     collectives: Annotated[
         bool,
-        typer.Option("--collectives", help="What each collective takes on a cluster, and its best ring and tree."),
+        typer.Option(
+            "--collectives", help="Show the time of each collective on a cluster, and its best ring and tree."
+        ),
     ] = False,
     ranks: Annotated[
         str | None, typer.Option(help="Ranks for --collectives, 0,1,2,3; by default all.", metavar="RANKS")
@@ -208,8 +210,8 @@ def show(
         bool,
         typer.Option(
             "--schedule",
-            help="Draw the schedule of a plan, as papers do. With --play: the function in a file that the plan follows "
-            "may be run.",
+            help="Draw the schedule of a plan, one row per rank, as papers do. With --play: allow a schedule of the "
+            "plan that is a function in a file to be run.",
         ),
     ] = False,
     out: Annotated[
@@ -220,7 +222,7 @@ def show(
         System | None,
         typer.Option(
             "--as",
-            help="Write a plan as settings of this system, or its orders (torch-csv), and what they cannot express.",
+            help="Print a plan as settings of this system, or its orders (torch-csv), and what these cannot express.",
         ),
     ] = None,
     graph: Annotated[
@@ -232,7 +234,7 @@ def show(
     ] = None,
     as_json: JsonOption = False,
     play: Annotated[
-        bool, typer.Option("--play", help="Serve a local page where the plan is changed by controls (Ctrl-C ends it).")
+        bool, typer.Option("--play", help="Serve a local page with controls that change the plan (Ctrl-C ends it).")
     ] = False,
     port: Annotated[
         int, typer.Option(help="Port of --play on 127.0.0.1; by default a free one.", min=0, max=65535)
@@ -317,16 +319,16 @@ def show(
 
 def _check_options(port: int, graph: Path | None, *, of_plan: bool) -> None:
     if port:
-        raise PlaygroundError("--port belongs to the page of --play; give --play, or leave it out.")
+        raise PlaygroundError("--port belongs to the page of --play; give --play, or leave --port out.")
     if graph is not None and not of_plan:
         raise DocumentError(
-            "--graph belongs to --program, --as or --play of a plan; give one of them, or leave it out."
+            "--graph belongs to --program, --as or --play of a plan; give one of these, or leave --graph out."
         )
 
 
 def _check_drawing(out: Path | None, *, schedule: bool) -> None:
     if out is not None and not schedule:
-        raise DocumentError("--out writes the drawing of --schedule; give both, or leave it out.")
+        raise DocumentError("--out writes the drawing of --schedule; give both, or leave --out out.")
     if out is not None and out.suffix != ".svg":
         raise DocumentError(f"--out {out} does not end in .svg, the format of the drawing. Give a name that does.")
     if out is not None:
@@ -340,11 +342,11 @@ def _check_views(*, text: bool, program: bool, asks_page: bool, estimating: Cost
             "the schedule of a plan on a page."
         )
     if estimating.ranks is not None and not estimating.collectives:
-        raise DocumentError("--ranks belongs to --collectives of a cluster; give that, or leave it out.")
+        raise DocumentError("--ranks belongs to --collectives of a cluster; give --collectives, or leave --ranks out.")
     if estimating.collectives and estimating.cluster is not None:
-        raise DocumentError("--collectives is for a cluster that is the document itself; leave --cluster out.")
+        raise DocumentError("--collectives shows the cluster that is given as the document; leave --cluster out.")
     if estimating.memory and (estimating.cluster is None or estimating.measurements is not None):
-        raise DocumentError("--memory counts bytes on the devices of --cluster; give that, and no --measurements.")
+        raise DocumentError("--memory counts bytes on the devices of --cluster; give --cluster, and no --measurements.")
     if not estimating.is_asked and estimating != CostRequest():
         raise DocumentError(
             "--measurements and --precision belong to --cluster or --collectives; give one, or leave them out."
@@ -357,7 +359,10 @@ def _check_views(*, text: bool, program: bool, asks_page: bool, estimating: Cost
 
 
 def read_any(reference: str) -> Any:
-    """Read a document of any kind, by its schema; a zoo name is its shipped graph."""
+    """Read a document of any kind, which its schema names, the graph of a shipped model, or a cluster's short form.
+
+    Raises DocumentError for another file name or an unknown schema.
+    """
     if reference in shipped_graphs():
         return load_shipped_graph(reference)
     path = Path(reference)
@@ -379,7 +384,7 @@ def read_any(reference: str) -> Any:
 
 
 def page_of(value: Any, name: str, batch_size: int) -> dict[str, Any]:
-    """Return the page of a document; that of a plan shows its cluster, if that can be found."""
+    """Return the page document of a document. A plan's page shows the cluster, too, if its description is found."""
     from meshwright.report.page import shown_document
 
     cluster = None
@@ -387,12 +392,12 @@ def page_of(value: Any, name: str, batch_size: int) -> dict[str, Any]:
         try:
             cluster = load_cluster(value.cluster)
         except MeshwrightError as error:
-            note(f"The page is without the cluster: {error}")
+            note(f"The page does not show the cluster: {error}")
     return shown_document(value, name, batch_size=batch_size, cluster=cluster, provenance=provenance())
 
 
 def tables_of(value: Any, batch_size: int) -> list[Any]:
-    """Return the renderables for a document."""
+    """Return what the terminal shows of a document: sentences and tables."""
     from meshwright import report
 
     views: dict[type, Callable[[], list[Any]]] = {
@@ -478,7 +483,7 @@ ZOO = "zoo"
 
 
 def show_zoo(as_json: bool, other_options: bool) -> None:
-    """Print one row per shipped model; DocumentError if asked for more than tables or JSON."""
+    """Print one row per shipped model. Raises DocumentError with ``other_options``: others than --json were given."""
     if other_options:
         raise DocumentError(
             "`show zoo` lists the shipped models, as a table or with --json; no other option goes with it. Leave the "
@@ -494,7 +499,7 @@ def show_zoo(as_json: bool, other_options: bool) -> None:
 
 
 def zoo_row(graph: Graph) -> dict[str, Any]:
-    """Return the sizes of a shipped graph for a training pass over one sample; ``inputs``: sizes of a sample."""
+    """Return the sizes of a shipped graph; ``step_flops`` and ``inputs`` (shapes) are for training on one sample."""
     trainable = graph.num_parameters(trainable_only=True)
     inputs = [graph.tensors[i] for i in graph.inputs]
     return {

@@ -38,15 +38,14 @@ def traced_ranks(trace: Path | None, ranks: str | None) -> tuple[int, ...] | Non
         if last < first:
             raise typer.BadParameter(
                 f"--trace-ranks {ranks!r}: {part!r} is not a rank or a range; expected numbers of up to six digits "
-                f"and ranges of "
-                "them, such as 0,5-7."
+                "and ranges of such numbers, for example 0,5-7."
             )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
 
 
 def put_timeline(result: Simulation, out: Path | None, trace: Path | None, ranks: tuple[int, ...] | None) -> None:
-    """Write the timeline of a simulation and its trace, if they were asked for."""
+    """Write the timeline of a simulation to ``out`` and its trace to ``trace``; None: not written."""
     from meshwright.report import write_trace
 
     if out is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def read_request(words: Sequence[str]) -> PlanRequest:
-    """Parse and check the arguments of ``meshwright plan``, as the command line does."""
+    """Return the request that these arguments of ``meshwright plan`` describe, parsed and checked as by the command."""
     from meshwright.cli.main import load_verb
 
     context = load_verb("plan").make_context("plan", list(words))
@@ -39,7 +39,7 @@ def read_request(words: Sequence[str]) -> PlanRequest:
 
 
 def plan_words(words: Sequence[str]) -> Predicted:
-    """Return the best plan of a command line. Raises what ``plan`` raises."""
+    """Search with these arguments of ``meshwright plan``, and return the best plan's figures. Raises what it raises."""
     from meshwright.validation.published import Predicted
 
     plans = find_plans(read_request(words), None).plans
@@ -55,11 +55,16 @@ def plan_words(words: Sequence[str]) -> Predicted:
 
 
 def show_published(names: Sequence[str], out: Path | None, as_json: bool) -> None:
-    """Predict the named runs, or all, and print or write them."""
+    """Predict the named published runs (all without names); print the comparison, and write it as a page to ``out``.
+
+    Raises DocumentError if ``out`` does not end in .md, or is given together with names.
+    """
     from meshwright.validation.published import compare_runs, load_runs, published_page, rows
 
     if out is not None and (names or out.suffix != ".md"):
-        raise DocumentError(f"{out}: the page holds all published runs, in Markdown (.md). Give no names with --out.")
+        raise DocumentError(
+            f"{out}: --out writes a page (.md) of all published runs. Give such a name, and no names of runs."
+        )
     runs = load_runs()
     chosen = runs.named(names)
     compared: list[Compared] = []
@@ -99,7 +104,7 @@ def validate(
         ),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the data sets and score nothing.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Of data sets that take long, score only a part.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Score only a part of the data sets that take long.")] = False,
     steps: Annotated[
         bool,
         typer.Option(
@@ -121,23 +126,25 @@ def validate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score predictions on public measurements: rows left out, ours compared with the baselines, errors in per cent.
+    """Score predictions against public measurements that were held out, beside those of baselines: errors in per cent.
 
-    The exit code is 0 whether targets are met or not; `--json` says which are.
+    The exit code is 0 whether targets are met or not; `--json` says which are met.
     """
     from meshwright.validation.sets import find_datasets
 
     if published:
         if steps or listed or quick:
             raise typer.BadParameter(
-                "--published takes names of runs, --out and --json; no --steps, --list or --quick."
+                "--published takes only names of runs, --out and --json; leave --steps, --list and --quick out."
             )
 
         show_published(sets or [], out, as_json)
         return
     if steps and sets:
         if len(sets) > 1 or listed or quick or out is not None:
-            raise typer.BadParameter("--steps scores your own table alone; it takes no SET, --list, --quick or --out.")
+            raise typer.BadParameter(
+                "--steps FILE.csv scores your own table alone; it takes no SET, --list, --quick or --out."
+            )
         _score_own_steps(Path(sets[0]), as_json)
         return
     datasets = find_datasets(["steps"] if steps else sets or [])

@@ -23,19 +23,19 @@ OpenOption = Annotated[
 
 
 def page_path(html: Path | None, open_browser: bool, name: str) -> Path | None:
-    """Return the path of the page; None if none was asked for.
+    """Return the path of the page: that of --html, with --open alone a temporary one, or None for no page.
 
     Raises DocumentError for a name that does not end in .html.
     """
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
-        raise DocumentError(f"--html {html}: a page is a file that ends in .html. Give a name that does.")
+        raise DocumentError(f"--html {html}: the name of a page ends in .html. Give such a name.")
     if html is None and open_browser:
         return Path(tempfile.mkdtemp(prefix="meshwright-")) / f"{name}.html"
     return html
 
 
 def put_page(document: dict[str, Any], path: Path, open_browser: bool) -> str:
-    """Write the page, open it if asked to, and print its path."""
+    """Write the page, open it in the browser if asked to, and return a line with its path to print."""
     from meshwright.report.page import write_page
 
     write_page(document, path)

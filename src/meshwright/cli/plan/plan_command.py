@@ -1,8 +1,8 @@
 """``meshwright plan``: search the space of plans that the options allow.
 
 With ``--rewrite`` the graph is also rewritten, and the plan for the faster of both graphs is kept. ``--method
-flexflow`` also finds a strategy of the SOAP space, as a placement (`find_strategy`). `read_choices` reads what plans
-may choose.
+flexflow`` also finds a strategy of the SOAP space, as a placement (`find_strategy`). `read_choices` turns the options
+into the choices that the search covers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ NUM_PROPOSALS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """The best strategy of the SOAP space, its simulation as a placement, and the reason if it cannot run as one."""
+    """FlexFlow's best strategy: for each layer, the split (of samples, attributes, parameters) and the devices.
+
+    ``plan_s``: seconds of a step under the best plan. ``placed``: the strategy as a placement, its graph and its
+    simulation; None if it cannot run as a placement, for the reason ``refusal``. ``file``: the written file.
+    """
 
     result: SoapResult
     plan_s: float
@@ -104,7 +108,7 @@ class Strategy:
         yield NarrowTable(headings, list(self._rows()), numeric=(True, False, False, True, True, True, False))
         yield self.result.explain()
         if self.placed is None:
-            yield Text(f"It is an estimate alone: {self.refusal}")
+            yield Text(f"The strategy is an estimate alone: {self.refusal}")
         else:
             placement, graph, simulation = self.placed
             machine = self.result.space.cluster
@@ -118,7 +122,7 @@ class Strategy:
     def _compare(self, step_s: float) -> str:
         kind = "longer" if step_s > self.plan_s else "shorter"
         return (
-            f"A steady step of it takes {format_seconds(step_s)}, and {format_seconds(self.plan_s)} under the best "
+            f"Its steady step takes {format_seconds(step_s)}, and {format_seconds(self.plan_s)} under the best "
             f"plan above: {format_percent(abs(step_s / self.plan_s - 1), 1)} {kind}."
         )
 
@@ -131,14 +135,15 @@ class Strategy:
 
 
 def find_strategy(found: CommandPlans, request: PlanRequest, file: Path | None) -> Strategy | str:
-    """Search the strategies of the plans' problem and write the best one, or the reason why no strategy was found.
+    """Search strategies of single layers for the same problem, and write the best one to ``file``.
 
-    The search takes half of a deadline, if there is one.
+    Return the strategy, or a sentence with the reason why no strategy was found. The search takes half of a deadline,
+    if there is one.
     """
     from meshwright.planner.methods.flexflow import search_soap, soap_space
 
     if request.rewrite:
-        return "Strategies of single layers are of the model as it is: leave out --rewrite to search them."
+        return "Strategies of single layers are searched for the model as it is: leave --rewrite out to search them."
     best = found.plans.best.plan
     workload, machine = best.workload, found.cost.cluster
     num_devices = max(request.ranks) if request.ranks else None
@@ -212,7 +217,10 @@ def _shown(row: dict[str, Any]) -> tuple[tuple[str, ...], str]:
 
 
 def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts: tuple[int, ...]) -> Choices:
-    """Return what plans may choose among: the whole space if the method covers it, less what options exclude."""
+    """Return the choices that the search covers, restricted by the options; ``counts``: allowed numbers of devices.
+
+    A method that covers the whole space varies all choices. Other methods vary only choices that options name.
+    """
     from meshwright.planner import whole_space
     from meshwright.planner.adoption import DEFAULT_CHUNKS
     from meshwright.planner.methods import OPEN_METHODS
@@ -252,7 +260,7 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
 
 
 def closes_space(request: PlanRequest) -> bool:
-    """Return whether a named schedule has no bounds in the grid, so that only what options name is searched."""
+    """Return whether --schedule names one without bounds for the search; then only choices that options name vary."""
     from meshwright.planner.methods import OPEN_METHODS
     from meshwright.planner.methods.grid.cover import FLIGHTS
 
@@ -260,12 +268,12 @@ def closes_space(request: PlanRequest) -> bool:
 
 
 def remark_on_schedules() -> str:
-    """Return the explanation of `closes_space` for people."""
+    """Return the sentence to print if `closes_space` is true."""
     from meshwright.planner.methods.grid.cover import FLIGHTS
 
     return (
-        f"With other schedules than {', '.join(FLIGHTS)} only what options name is searched: --tensor, --zero, "
-        "--recompute and the like."
+        f"With other schedules than {', '.join(FLIGHTS)} only what options name is searched: give --tensor, --zero, "
+        "--recompute and the like to search more."
     )
 
 
@@ -341,7 +349,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 class CommandPlans(NamedTuple):
-    """Plans, with what they were made from and remarks on them."""
+    """The plans that a command found, their graph by microbatch size, costs, measurements, and remarks to print."""
 
     plans: Plans
     graph_for: GraphFor
@@ -353,7 +361,7 @@ class CommandPlans(NamedTuple):
 
 
 def find_plans(request: PlanRequest, events: EventSink | None) -> CommandPlans:
-    """Search the layouts that the request allows."""
+    """Search the plans that the request allows; with --rewrite also for the rewritten graph. ``events``: progress."""
     from meshwright.planner import Limits, find_shares, search_plans
 
     refuse_experts(request.model, request.expert or ())
@@ -462,9 +470,10 @@ def plan_rewritten(
     graphs: Callable[..., Callable[[int], Graph]],
     machine: Cluster,
 ) -> tuple[Plans, Callable[[int], Graph], list[str]]:
-    """Return the better plans of both graphs, their graph, and a sentence about the comparison.
+    """Search plans for the rewritten graph; return the faster plans, their graph, and a sentence on the comparison.
 
-    ``graphs`` returns the graph by microbatch size; with ``target``, that of the rewritten model.
+    ``search`` searches plans for a graph and microbatch sizes. ``graphs(target=...)`` returns the graph, by microbatch
+    size, of the model rewritten for a device.
     """
     from meshwright.rewrite.planned import RewriteTarget
     from meshwright.spec import format_seconds
@@ -486,6 +495,6 @@ def plan_rewritten(
 
 
 def mark_rewritten(plans: Plans, kind: str) -> Plans:
-    """Return the plans of a graph that was rewritten for a kind of device, each marked so."""
+    """Return the plans with ``rewritten`` set to the kind of device that their graph was rewritten for."""
     ranked = tuple(replace(item, plan=replace(item.plan, rewritten=kind)) for item in plans.ranked)
     return replace(plans, ranked=ranked)

@@ -52,7 +52,7 @@ def place_ops(request: PlanRequest) -> None:
     microbatch_sizes, ranks = request.microbatch_size or [], request.ranks or []
     for name, values in (("--microbatch-size", microbatch_sizes), ("--ranks", ranks)):
         if len(values) > 1:
-            raise PlanError(f"--method place takes one {name}; {len(values)} were given. Leave one of them.")
+            raise PlanError(f"--method place takes one {name}; {len(values)} were given. Give only one.")
     if request.out is not None:
         if request.out.suffix != ".json":
             raise PlanError(
@@ -64,7 +64,9 @@ def place_ops(request: PlanRequest) -> None:
     precision = choose_precision(request.precision, machine, gradients=request.grad_dtype, tf32=request.tf32)
     size = microbatch_sizes[0] if microbatch_sizes else batch
     if size < 1 or batch % size:
-        raise PlanError(f"Microbatches of {size} do not divide a batch of {batch}. Choose a divisor.")
+        raise PlanError(
+            f"Microbatches of {size} do not divide a batch of {batch}. Choose a --microbatch-size that does."
+        )
     graph = graphs_of(request.model, request.sizes)(size)
     workload = Workload(
         kind=graph.mode, global_batch=batch, precision=precision, optimizer=Optimizer.named(request.optimizer)
@@ -73,7 +75,7 @@ def place_ops(request: PlanRequest) -> None:
     devices = range(min(machine.num_ranks, *(ranks or [machine.num_ranks])))
     if ranks and ranks[0] > machine.num_ranks:
         raise PlanError(
-            f"--ranks {ranks[0]} was given for a cluster of {machine.num_ranks} devices. Give at most that."
+            f"--ranks {ranks[0]} was given for a cluster of {machine.num_ranks} devices. Give that number, or less."
         )
     try:
         found = place(
@@ -107,7 +109,9 @@ def place_ops(request: PlanRequest) -> None:
         facts = {"workload": workload_row(placement, graph), "ranks": rows}
         print_json("op-placement", {**facts, **seconds, "basis": basis, "file": file})
         return
-    beside = "It fits on no single device." if alone_s is None else f"On one device alone: {format_seconds(alone_s)}."
+    beside = (
+        "The model fits on no single device." if alone_s is None else f"On one device alone: {format_seconds(alone_s)}."
+    )
     heading = Text(describe_workload(placement, graph))
     print_tables(heading, *placement_tables(placement, rows, result), beside, basis, Text(written))
 
@@ -115,7 +119,9 @@ def place_ops(request: PlanRequest) -> None:
 def _read_fixed(text: str) -> tuple[str, int]:
     name, separator, rank = text.rpartition("=")
     if not separator or not name or not rank.isascii() or not rank.isdigit() or len(rank) > 9:
-        raise PlanError(f"--fix {text!r}: expected NAME=RANK, a layer, module or op and a device, such as head=1.")
+        raise PlanError(
+            f"--fix {text!r}: expected NAME=RANK: a layer, module or op, and the number of a device, such as head=1."
+        )
     return name, int(rank)
 
 
@@ -197,7 +203,7 @@ class PlanPlaces(NamedTuple):
 def order_best(
     plans: Plans, graph_for: Callable[[int], Graph], cost: CostModel, request: PlanRequest
 ) -> tuple[Plans, list[str]]:
-    """Search an order for the best plan; return the plans with it first, in the found order, and remarks."""
+    """Search the fastest order of computations for the best plan; return the plans, that one first, and remarks."""
     from meshwright.planner import find_order
     from meshwright.planner.search import find_front
     from meshwright.program import unlower_plan
@@ -226,7 +232,7 @@ def order_best(
 def exchange_best(
     plans: Plans, graph_for: Callable[[int], Graph], cost: CostModel, request: PlanRequest, order: OwnOrder
 ) -> tuple[Plans, list[str]]:
-    """Return the plans with the best one first, whose gradients now leave in the user's order; and remarks on it."""
+    """Let the best plan send its gradients in the user's ``order``; return the plans, that one first, and remarks."""
     from meshwright.planner import follow_own_order
 
     best = plans.best
@@ -237,8 +243,8 @@ def exchange_best(
     exchange = found.plan.exchange
     said = (
         f"Gradients leave as {request.exchange} says, in {format_count(len(exchange.sequence), 'part')} of at most "
-        f"{format_bytes(exchange.partition_bytes)}: a step of {format_seconds(found.step_time_s)}, in buckets "
-        f"{format_seconds(best.step_time_s)}."
+        f"{format_bytes(exchange.partition_bytes)}: a step of {format_seconds(found.step_time_s)}, instead of "
+        f"{format_seconds(best.step_time_s)} in buckets."
     )
     return replace(plans, ranked=(first, *plans.ranked[1:])), [said]
 
@@ -253,7 +259,7 @@ def put_plans(
     shares: Shares | None = None,
     strategy: Strategy | str | None = None,
 ) -> None:
-    """Write the best plan and the page, and print everything."""
+    """Write the best plan, its script and the page, and print the plans, with ``--json`` as one document."""
     from meshwright.planner import explain_step_interval, plans_document
     from meshwright.report import describe_workload, fit_table, front_table, plans_table, shares_table, workload_row
     from meshwright.simulator import allocate_rank, explain_nodes, form_teams

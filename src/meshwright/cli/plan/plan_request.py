@@ -83,7 +83,11 @@ def _unless_json(request: PlanRequest) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(CommandRequest):
-    """A search for plans (``search``), one from an earlier plan (``from``), or a placement of ops (``place``)."""
+    """The options of one call of ``meshwright plan``.
+
+    Its forms: a search for plans (``search``), a search that starts from an earlier plan (``from``), and a placement of
+    ops (``place``).
+    """
 
     FORMS: ClassVar[Mapping[str, str]] = {
         "search": "a search for plans",
@@ -136,14 +140,14 @@ class PlanRequest(CommandRequest):
     prices: Annotated[
         str | None,
         typer.Option(
-            help="What devices cost: a number, per device and hour; or a scenario with prices, a .toml file or a "
-            "shipped one by name."
+            help="Prices of devices: a number, money per device and hour; or a scenario with prices, a .toml file or "
+            "the name of a shipped scenario."
         ),
         Of("search", "from"),
     ] = None
     max_price: Annotated[
         float | None,
-        typer.Option(help="Money per hour that a plan may cost: a budget."),
+        typer.Option(help="The most money per hour that a plan may cost."),
         Of("search", needs="--prices"),
     ] = None
     microbatch_size: Annotated[
@@ -259,10 +263,10 @@ class PlanRequest(CommandRequest):
         list[str] | None,
         typer.Option(
             metavar="WHAT=WHERE",
-            help="What is offloaded from the devices: optimizer=host or optimizer=nvme, where the states are kept and "
-            "the host computes the optimizer step; parameters=host, with --zero 3; activations=host, until the "
-            "backward pass. May be given several times, or once with commas. none: nothing; by default offload is "
-            "tried only if nothing else fits.",
+            help="What is offloaded from the devices, and where to: optimizer=host or optimizer=nvme (optimizer "
+            "states; the host computes the optimizer step), parameters=host (with --zero 3), activations=host (until "
+            "the backward pass), or none. May be given several times, or once with commas. By default offload is tried "
+            "only if nothing else fits.",
         ),
         Of("search", unless=_unless_trained),
     ] = None
@@ -284,19 +288,20 @@ class PlanRequest(CommandRequest):
     memory_limit: Annotated[
         float | None,
         typer.Option(
-            help="GiB of each device that a plan may use, in place of its memory less what CUDA and NCCL take of it."
+            help="GiB of memory that a plan may use on each device. By default the device's memory less what CUDA and "
+            "NCCL take."
         ),
     ] = None
     memory_margin: Annotated[
         float | None,
         typer.Option(
-            help="The memory that a plan is predicted to reserve, plus this share of it, must fit. By default "
-            "0.15 on GPUs, the error that 9 of 10 predictions stay below, and 0 on CPUs and with --memory-limit.",
+            help="Safety margin: a plan fits if its predicted memory, plus this share of it, fits. By default 0.15 on "
+            "GPUs, the error that 9 of 10 predictions stay below, and 0 on CPUs and with --memory-limit.",
             min=0,
             max=10,
         ),
     ] = None
-    top: Annotated[int, typer.Option(help="Plans to list.", min=1, max=MAX_LISTED), Of("search", "from")] = 10
+    top: Annotated[int, typer.Option(help="Number of plans to list.", min=1, max=MAX_LISTED), Of("search", "from")] = 10
     pareto: Annotated[
         bool,
         typer.Option(
@@ -309,7 +314,7 @@ class PlanRequest(CommandRequest):
     shares: Annotated[
         bool,
         typer.Option(
-            "--shares", help="Print what each choice gains: its share of the gain of the best plan over the plain one."
+            "--shares", help="Print what each choice of the best plan gains: its share of the gain over a plain plan."
         ),
         Of("search", unless=_unless_shared),
     ] = False
@@ -326,7 +331,7 @@ class PlanRequest(CommandRequest):
     ] = None
     slurm: Annotated[
         bool,
-        typer.Option("--slurm", help="The script is for sbatch (launch.sbatch) instead of for torchrun."),
+        typer.Option("--slurm", help="Write the script for sbatch of Slurm (launch.sbatch) instead of for torchrun."),
         Of("search", "from", needs="--out"),
     ] = False
     html: Annotated[HtmlOption, Of("search", "from")] = None
@@ -342,12 +347,12 @@ class PlanRequest(CommandRequest):
     ] = "auto"
     deadline: Annotated[
         float | None,
-        typer.Option(help="Seconds after which the search returns the best that it has."),
+        typer.Option(help="Seconds after which the search returns the best plans found so far."),
         Of("search", "from"),
     ] = None
     seed: Annotated[
         int,
-        typer.Option(help="For methods that draw random numbers.", min=0, max=2**63 - 1),
+        typer.Option(help="Seed of methods that draw random numbers.", min=0, max=2**63 - 1),
         Of("search", unless=_unless_drawn),
     ] = 0
     rewrite: Annotated[
@@ -376,7 +381,7 @@ class PlanRequest(CommandRequest):
     as_json: JsonOption = False
 
     def form(self) -> str:
-        """``from`` with a plan to start from, ``place`` by that method, else ``search``."""
+        """Return ``from`` with --from, ``place`` with --method place, else ``search``."""
         if self.start_from is not None:
             return "from"
         return "place" if self.method == "place" else "search"
@@ -392,7 +397,7 @@ class PlanRequest(CommandRequest):
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
-        """The requested sizes of the model."""
+        """The requested sizes of the model, as pairs (name, value)."""
         return model_sizes(self.sequence_length, self.image_size)
 
     @property
@@ -405,5 +410,5 @@ class PlanRequest(CommandRequest):
 
     @cached_property
     def machine(self) -> Cluster:
-        """The cluster that the reference names. Raises what `load_cluster` raises."""
+        """The cluster of --cluster. Raises what `load_cluster` raises."""
         return load_cluster(self.cluster)

@@ -54,10 +54,12 @@ def follow_scenario(
     num_steps: int,
     settings: dict[str, Any],
 ) -> tuple[Simulation, dict[str, Any], tuple[Any, ...]]:
-    """Apply a scenario to a simulated plan: return the timeline, facts, and what is printed.
+    """Predict a plan under a scenario, and a run of many steps; ``result`` is its simulation on the changed machines.
 
-    ``settings`` are those of `simulate_scenario` for runs and seeds. Returns nothing new without a scenario or a run.
-    Under jitter the timeline is that of the scenario's own seed.
+    Return the simulation to show, facts for ``--json``, and sentences and tables for the terminal. Under jitter the
+    simulation's timeline is drawn with the scenario's own seed. Without effects and without ``run_steps``, ``result``
+    is returned unchanged. ``usual``: the costs without the scenario; ``settings``: ``num_seeds`` and ``run_steps`` of
+    `simulate_scenario`.
     """
     from meshwright.report import (
         describe_missing_rates,
@@ -90,7 +92,9 @@ def follow_scenario(
             printed.append(Text(remark))
     if outcome.steps is not None:
         if result.simulated_ops is not None:
-            raise DocumentError("`--detail ops` shows ops at their typical times; leave it out under jitter.")
+            raise DocumentError(
+                "`--detail ops` shows ops at their typical times; leave --detail out in a scenario with jitter."
+            )
         cost = apply_scenario(usual, scenario)
         noisy = JitteredSteps(plan, graph, cost, scenario, contention=contention).timeline(num_steps)
         result = replace(result, simulated=noisy, fold=None)
@@ -213,7 +217,7 @@ def run_sweep(
     scenario: Scenario,
     settings: dict[str, Any],
 ) -> None:
-    """Simulate all cases, then write and print them."""
+    """Simulate all combinations of the values of --sweep, then write and print them."""
     from meshwright.simulator.scenarios import read_parameter, sweep_cases
 
     parameters = [read_parameter(text) for text in request.sweep or ()]

@@ -1,6 +1,6 @@
 """``meshwright simulate DEPLOYMENT``: models served under deadlines on a virtual clock; ``--place`` places them first.
 
-Queries of models that depend on each other have their deadline split over their calls; trunks are shared
+A query calls several models, and its deadline is split over the calls. Models with a common trunk share the trunk
 (`joint_rows`).
 """
 
@@ -149,18 +149,17 @@ def _shorten(names: list[str]) -> str:
 
 
 def joint_rows(deployment: Deployment, scale: float = 1.0) -> dict[str, list[dict[str, Any]]]:
-    """Return rows of ``queries`` and of ``trunks`` at a scale of their rates, if there are any.
+    """Return rows under ``queries`` and ``trunks``, if the deployment has any, at ``scale`` times their rates.
 
-    The deadline of a query is split over its calls; models share trunks.
-
-    None for devices where no number suffices.
+    A query's row has the split of its deadline over its calls, a trunk's row the devices with the trunk shared and with
+    a trunk for each head. A number of devices is None if no number suffices.
     """
     rows = {"queries": _split_rows(deployment, scale), "trunks": _trunk_rows(deployment.trunks, scale)}
     return {name: found for name, found in rows.items() if found}
 
 
 def describe_joint(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[Any]:
-    """Return a table of all calls, and a sentence for each query and trunk."""
+    """Return, for rows of `joint_rows`, a table of all calls, and a sentence for each query and trunk."""
     from meshwright.report import make_table
 
     queries, trunks = rows.get("queries", ()), rows.get("trunks", ())
@@ -199,7 +198,7 @@ def _split_rows(deployment: Deployment, scale: float) -> list[dict[str, Any]]:
 
 def _tell_split(row: dict[str, Any]) -> str:
     needed, even = row["staggered_devices"], row["even_devices"]
-    said = f"Query {row['query']}: {needed:.2f} devices suffice with its time split so"
+    said = f"Query {row['query']}: {needed:.2f} devices suffice with this split of its time"
     if even is None:
         return f"{said}; split evenly, some call would have less time than a batch of one takes."
     saved = f" ({format_percent(1 - needed / even)} saved)" if even else ""
@@ -321,16 +320,20 @@ def _read_table(path: Path) -> Measurements:
 def _refuse_unused(request: SimulateRequest) -> None:
     """Raise DocumentError for options that exclude each other."""
     if request.goodput and request.capacity:
-        raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
+        raise DocumentError("--goodput searches rates, --capacity numbers of devices. Give one of them.")
     if request.sweep and (request.goodput or request.capacity):
         sought = "--goodput" if request.goodput else "--capacity"
-        raise DocumentError(f"{sought} is searched for, and --sweep simulates what is given. Ask for one of them.")
+        raise DocumentError(f"{sought} searches a value, --sweep simulates given values. Give one of them.")
     if request.sweep and request.against:
-        raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave --against out.")
+        raise DocumentError(
+            "--sweep compares policies as a parameter: --sweep policy=adaptive,symphony. Leave --against out."
+        )
     if request.place is not None and (request.sweep or request.against or request.goodput):
-        raise DocumentError("--place is for one policy, and for --capacity. Leave --sweep, --against, --goodput out.")
+        raise DocumentError(
+            "--place works with one policy, and with --capacity. Leave --sweep, --against and --goodput out."
+        )
     if request.goodput and "--scale" in request.given:
-        raise DocumentError("--goodput looks for the highest scale of all rates. Leave --scale out.")
+        raise DocumentError("--goodput searches the highest scale of all rates. Leave --scale out.")
     if request.place is not None:
         if request.out is not None and request.out.suffix not in (".json", ".toml"):
             raise DocumentError(f"--out {request.out}: choose a name that ends in .toml or .json.")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def explain_bounds(
     plan: Plan | Placement, graph: Graph, machine: Cluster, cost: CostModel, contention: Contention
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Return the critical path of a step and what would make it shorter: rows for JSON and renderables for people."""
+    """Find the critical path of a step, and what would shorten it; return rows for ``--json`` and tables to print."""
     from meshwright.report import explanation_rows, explanation_table
     from meshwright.simulator import SHORTER, explain_step
 

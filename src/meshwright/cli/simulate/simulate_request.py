@@ -43,7 +43,10 @@ def _unless_printed(request: SimulateRequest) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateRequest(CommandRequest):
-    """A simulation of a plan, a placement of single ops, many cases of either (``sweep``), or a deployment."""
+    """The options of one call of ``meshwright simulate``.
+
+    Its forms: a plan, a placement of single ops, many cases of either (``sweep``), and a deployment.
+    """
 
     FORMS: ClassVar[Mapping[str, str]] = {
         "plan": "a plan",
@@ -77,7 +80,7 @@ class SimulateRequest(CommandRequest):
     run_steps: Annotated[
         int | None,
         typer.Option(
-            help="Simulate a run of this number of steps: failures, checkpoints, cost; by default 30 days of steps.",
+            help="Simulate a run of this number of steps: failures, checkpoints, price; by default 30 days of steps.",
             min=1,
         ),
         _OF_PLANS,
@@ -86,8 +89,8 @@ class SimulateRequest(CommandRequest):
         list[str] | None,
         typer.Option(
             metavar="PARAMETER=VALUES",
-            help="Simulate every value of a parameter of plan, scenario or deployment. Values: 1,2,4 or 1..3:5 or "
-            "0..9; --out then takes a .csv file. May be given several times, for a grid.",
+            help="Simulate every value of a parameter of plan, scenario or deployment. Values: 1,2,4 or 1..3:5 (five "
+            "values) or 0..9 (whole numbers); --out then takes a .csv file. May be given several times, for a grid.",
         ),
     ] = None
     plot: Annotated[
@@ -138,7 +141,8 @@ class SimulateRequest(CommandRequest):
     policy: Annotated[
         str | None,
         typer.Option(
-            help="Which policy serves: a name with settings (symphony, timeouts:wait=10) or your own: file.py:Class."
+            help="The policy that forms batches: a name with settings (symphony, timeouts:wait=10) or your own, "
+            "file.py:Class."
         ),
         _OF_SERVING,
     ] = None
@@ -146,20 +150,21 @@ class SimulateRequest(CommandRequest):
     seed: Annotated[int, typer.Option(help="Seed of the requests.", min=0, max=2**31), _OF_SERVING] = 0
     scale: Annotated[float, typer.Option(help="Multiply all rates by this.", min=0.0, max=1e6), _OF_SERVING] = 1.0
     goodput: Annotated[
-        bool, typer.Option("--goodput", help="Find the highest rates with 99 % in time."), _OF_SERVING
+        bool,
+        typer.Option("--goodput", help="Find the highest scale of all rates with 99 % of the requests in time."),
+        _OF_SERVING,
     ] = False
     capacity: Annotated[
         bool,
-        typer.Option("--capacity", help="Find the fewest devices with 99 % of each model in time."),
+        typer.Option("--capacity", help="Find the fewest devices with 99 % of each model's requests in time."),
         _OF_SERVING,
     ] = False
     place: Annotated[
         str | None,
         typer.Option(
             metavar="METHOD",
-            help="Find which devices should hold which models: packing, replication, simulated, simulated:beam=K, or "
-            "the "
-            "best of the first three. --out then writes the deployment with its groups.",
+            help="Assign models to groups of devices by this method: packing, replication, simulated, "
+            "simulated:beam=K, or best (of the first three). --out then writes the deployment with its groups.",
         ),
         _OF_SERVING,
     ] = None
@@ -179,7 +184,7 @@ class SimulateRequest(CommandRequest):
     as_json: JsonOption = False
 
     def form(self) -> str:
-        """By the file's content; a plan or placement with ``--sweep`` is a sweep."""
+        """Return the form, by the content of the file; a plan or placement with ``--sweep`` is a ``sweep``."""
         if self.is_deployment:
             return "deployment"
         if self.sweep:
@@ -197,7 +202,7 @@ class SimulateRequest(CommandRequest):
         return read_plan(self.plan)
 
     def check(self) -> None:
-        """Check the options together. Raises DocumentError if a file of a sweep does not end in .csv or .svg."""
+        """Check the options together. Raises DocumentError if a sweep's --out is not .csv, or its --plot not .svg."""
         super().check()
         for name, path, suffix in (("--out", self.out, ".csv"), ("--plot", self.plot, ".svg")):
             if self.sweep and path is not None and path.suffix != suffix:
