@@ -53,7 +53,7 @@ def test_long_traces_are_listed_in_part(run, tmp_path):
         (["--from", "graph.txt", "--device", "V100", "--out", "m.txt"], 1, "end in .json"),
         (["gpt-tiny", "--from", "graph.txt"], 2, "--from times nothing"),
         (["--cluster", "--from", "graph.txt"], 2, "--from and --cluster exclude each other"),
-        (["gpt-tiny", "--links"], 2, "--links times transfers; it takes no MODEL"),
+        (["gpt-tiny", "--links"], 2, "--links times transfers; give no MODEL"),
         (["--links", "--force"], 2, "--force belongs to --cluster"),
         (["--links", "--device", "V100"], 2, "--device was given with --links"),
         (["--device", "V100"], 1, "Device 'V100' was given to time ops on"),

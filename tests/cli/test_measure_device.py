@@ -96,7 +96,7 @@ def test_a_device_is_measured_without_a_model(run, gpu):
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["gpt-tiny", "--device-table"], 2, "--device-table times operators of many sizes; it takes no MODEL"),
+        (["gpt-tiny", "--device-table"], 2, "--device-table times operators of many sizes; give no MODEL"),
         (["--device-table", "--links"], 2, "--links and --device-table exclude each other"),
         (["--device-table", "--precision", "amp"], 2, "--precision belongs to timing the ops of a MODEL"),
         (["gpt-tiny", "--precision", "amp", "--device", "cpu"], 2, "--precision belongs to GPUs"),

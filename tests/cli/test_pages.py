@@ -110,7 +110,7 @@ def test_a_plan_whose_cluster_is_gone_is_shown_without_it(user, capsys):
     plan = json.loads(Path("plan.json").read_text())
     Path("lost.json").write_text(json.dumps({**plan, "cluster": "gone.toml"}))
     assert invoke(["show", "lost.json", "--html", "lost.html"]) == 0
-    assert "without the cluster" in capsys.readouterr().err
+    assert "does not show the cluster" in capsys.readouterr().err
     assert document_of("lost.html")["cluster"] is None
 
 

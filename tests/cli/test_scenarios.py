@@ -56,7 +56,7 @@ def test_the_timeline_of_jitter_is_that_of_the_seed(planned):
     _, _, err = planned(
         "simulate", "plan.json", "--scenario", "jitter.toml", "--detail", "ops", "--trace", "t.json", code=1
     )
-    assert "leave it out under jitter" in err
+    assert "leave --detail out in a scenario with jitter" in err
 
 
 def test_a_device_without_the_precision_is_told(planned):

@@ -40,7 +40,7 @@ def test_the_work_that_takes_longer_is_named(ranks, opcode, words):
     before = predicted(ranks)
     slow = sum(ranks) - 1
     said = explain_difference(before, stretched(before, 2.5, opcode=opcode, rank=slow))
-    assert said.startswith(f"Most of it: {words} of stage {len(ranks) - 1} on rank {slow}, ")
+    assert said.startswith(f"Largest difference: {words} of stage {len(ranks) - 1} on rank {slow}, ")
 
 
 def test_a_link_is_named_where_computations_do_not_explain():

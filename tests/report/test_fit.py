@@ -58,7 +58,7 @@ def test_alike_ranks_are_one_row_and_groups_add_up():
     assert [line[0] for line in lines] == ["0–3", "4–7"]
     assert " ".join(lines[0][2:]) == "435 MiB 589 MiB 100 MiB 80 MiB 200 MiB 52 MiB 3 MiB"
     assert " ".join(lines[1][2:]) == "436 MiB 588 MiB 100 MiB 80 MiB 200 MiB 53 MiB 3 MiB"
-    assert "Fits: 8 ranks; rank 4 has the least to spare: it needs 436 MiB of the 1 GiB that it may." in text
+    assert "Fits: 8 ranks; rank 4 has the least to spare: it needs 436 MiB of the 1 GiB allowed." in text
     narrow = drawn(rows, width=80)
     assert [line.split()[2:] for line in narrow.splitlines() if "80 MiB" in line] == [line[2:] for line in lines]
 
@@ -76,7 +76,7 @@ def test_a_rank_that_is_over_is_named_with_its_bytes():
     rows = [row(0, 0, PARTS), row(1, 1, {**PARTS, "parameters": 800 * 2**20}), row(2, 2, PARTS)]
     assert (
         verdict(rows)
-        == "Does not fit: 1 of 3 ranks over; rank 1 needs 1.11 GiB, 111 MiB more than the 1 GiB that it may."
+        == "Does not fit: 1 of 3 ranks over; rank 1 needs 1.11 GiB, 111 MiB more than the 1 GiB allowed."
     )
     assert "−111 MiB" in drawn(rows)
 

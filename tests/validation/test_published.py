@@ -120,5 +120,5 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_planned(capsys, tmp_
     assert invoke(["validate", "--published", "llmc-124"]) == 1
     assert "did you mean 'llmc-124m'" in capsys.readouterr().err
     assert invoke(["validate", "--published", "llmc-124m", "--out", str(tmp_path / "page.md")]) == 1
-    assert "Give no names with --out" in capsys.readouterr().err
+    assert "Give such a name, and no names of runs" in capsys.readouterr().err
     assert invoke(["validate", "--published", "--quick"]) == 2

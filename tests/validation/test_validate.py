@@ -201,12 +201,12 @@ def test_every_set_has_its_functions():
     ("words", "code", "told"),
     [
         (["firstt"], 1, "did you mean 'first'?"),
-        (["first", "--steps", "x.csv"], 2, "--steps scores your own table alone"),
-        (["--quick", "--steps", "x.csv"], 2, "--steps scores your own table alone"),
+        (["first", "--steps", "x.csv"], 2, "--steps FILE.csv scores your own table alone"),
+        (["--quick", "--steps", "x.csv"], 2, "--steps FILE.csv scores your own table alone"),
         (["--steps", "x.csv"], 1, "x.csv: cannot be read"),
         (["x.csv", "--steps"], 1, "x.csv: cannot be read"),
         (["--steps", "--json", "x.csv"], 1, "x.csv: cannot be read"),
-        (["--steps", "x.csv", "y.csv"], 2, "--steps scores your own table alone"),
+        (["--steps", "x.csv", "y.csv"], 2, "--steps FILE.csv scores your own table alone"),
     ],
 )
 def test_what_cannot_be_meant(run, words, code, told):

@@ -1,8 +1,8 @@
-"""What results look like: tables, Perfetto traces, comparisons and schedule grids, from spec types alone.
+"""Present results as tables, Perfetto traces, comparisons and drawn schedules, from `meshwright.spec` types alone.
 
-``*_rows`` give plain data for ``--json``, ``*_table`` rich renderables for a terminal, `draw_grid` the picture of a
-schedule, `write_trace` a file for Perfetto; `compare_timelines` compares prediction and measurement. Nothing here
-prints.
+Functions ``*_rows`` return plain data for ``--json``, ``*_table`` rich renderables for a terminal. `draw_grid` draws
+a schedule as text, `write_trace` writes a file for Perfetto, `compare_timelines` compares a prediction with a
+measurement. No function here prints.
 """
 
 from meshwright.report.cells import name_schedule_briefly

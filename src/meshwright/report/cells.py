@@ -1,4 +1,4 @@
-"""Format one value of a row. The key names the unit: ``step_s`` is printed as ``1.24 ms`` under "step"."""
+"""Format single values of rows. The ending of a key names the unit: ``step_s`` is ``1.24 ms`` under "step"."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OTHER = {"communication_s": "transfers_s", "num_measured": "times_measured"}
 
 
 def name_schedule_briefly(schedule: str) -> str:
-    """Return a reference without its folders: ``mine.py:waves``, ``orders.csv``."""
+    """Return the name of a schedule, that of a user's file without its folders: ``1f1b``, ``mine.py:waves``."""
     if schedule.endswith(".csv"):
         return PurePath(schedule).name
     path, separator, function = schedule.rpartition(":")
@@ -43,7 +43,7 @@ def name_schedule_briefly(schedule: str) -> str:
 
 
 def format_heading(key: str) -> str:
-    """The heading of a column: the key without unit and underscores, ``num_parameters`` → ``parameters``."""
+    """Return the heading of a column: the key without unit and underscores, ``num_parameters`` → ``parameters``."""
     name = _OTHER.get(key, key).removeprefix("num_")
     ending = next((ending for ending, _ in _FORMATS if name.endswith(ending)), "")
     name = name if ending in _KEPT else name.removesuffix(ending)
@@ -53,7 +53,7 @@ def format_heading(key: str) -> str:
 
 
 def format_cell(key: str, value: Any) -> str:
-    """Return a value for people; a dash for None."""
+    """Return a value as text, in the unit that the ending of ``key`` names; a dash for None."""
     if value is None:
         return NOTHING
     if isinstance(value, bool):
@@ -70,7 +70,7 @@ def format_cell(key: str, value: Any) -> str:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers with runs shortened, in the given order: ``0–3, 8``."""
+    """Return whole numbers as text in the given order, consecutive numbers as a range: ``0–3, 8``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -81,7 +81,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def collapse_rows(cells: list[list[str]], label: int) -> list[list[str]]:
-    """Merge neighbouring rows that differ in column ``label`` only: ``blocks.0 … blocks.79 ×80``."""
+    """Merge neighbouring rows that differ only in the column with index ``label``: ``blocks.0 … blocks.79 ×80``."""
     if not cells:
         return []
     rest = [row[:label] + row[label + 1 :] for row in cells]

@@ -1,12 +1,12 @@
-"""Compare a predicted timeline with a measured one; ranks' times (`timeline_rows`); slow ranks (`find_stragglers`).
+"""Compare a predicted timeline with a measured one; list ranks' times (`timeline_rows`) and slow ranks.
 
     step         median of `Timeline.step_seconds`; spread = (p90 - p10) / median of the measured steps
     rank         Σ spans of the compute stream / number of steps
     instruction  median duration over all instructions of one opcode and stage
-    error        (predicted - measured) / measured; None where nothing was measured
+    error        (predicted - measured) / measured; None if nothing was measured
 
 The order is that of issue: for each stream and step, (opcode, stage, microbatch, peer) by start. Measured step k is
-compared with predicted step k, or with the last one if fewer were predicted (a schedule repeats itself).
+compared with predicted step k, or with the last predicted step if fewer were predicted (a schedule repeats itself).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _LEAST_STEPS = 2
 
 
 class SlowRank(NamedTuple):
-    """A rank whose work of an opcode takes ``ratio`` times as long as the others', since a recorded step."""
+    """A rank on which an opcode takes ``ratio`` times as long as on others, since recorded step ``since`` (from 0)."""
 
     rank: int
     opcode: Opcode
@@ -117,7 +117,10 @@ class SlowRank(NamedTuple):
 #                        last recorded steps; "as long" is in shares of the predicted seconds where there are some, else
 #                        of the others' that hold the same stages
 def seconds_by_kind(timeline: Timeline, *, per_span: bool = False) -> dict[tuple[int, Opcode, int], Floats]:
-    """Return, by rank, opcode and stage, the seconds of each step, or of a span in it."""
+    """Return the seconds that spans take in each step, shape (steps,), by (rank, opcode, stage).
+
+    With ``per_span``, the mean seconds of one span in each step.
+    """
     num_steps = int(timeline.step.max(initial=0)) + 1
     rank = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track]
     keys = np.stack([rank, timeline.opcode.astype(np.int64), timeline.stage.astype(np.int64)])
@@ -135,9 +138,11 @@ def seconds_by_kind(timeline: Timeline, *, per_span: bool = False) -> dict[tuple
 
 
 def explain_difference(predicted: Timeline, measured: Timeline) -> str:
-    """Return the kind of work that differs most from its prediction, in the direction of the whole step, in words.
+    """Return a sentence on the kind of work that explains most of the difference between measured and predicted step.
 
-    A computation, or a link if no computation differs that way.
+    If the step was longer, that is the kind of work that exceeds its prediction most, and the reverse. It is a
+    computation if computations of one rank explain more than half of the difference, else any instruction. "" without
+    spans.
     """
     ours, theirs = (
         {key: float(row.mean()) for key, row in seconds_by_kind(item).items()} for item in (predicted, measured)
@@ -157,13 +162,13 @@ def explain_difference(predicted: Timeline, measured: Timeline) -> str:
     rank, opcode, stage = max(own, key=lambda key: own[key])
     before, after = ours.get((rank, opcode, stage), 0.0), theirs.get((rank, opcode, stage), 0.0)
     return (
-        f"Most of it: {_words(opcode)} of stage {stage} on rank {rank}, {format_seconds(after)} per step instead of "
-        f"{format_seconds(before)}."
+        f"Largest difference: {_words(opcode)} of stage {stage} on rank {rank}, {format_seconds(after)} per step "
+        f"instead of {format_seconds(before)}."
     )
 
 
 def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> list[SlowRank]:
-    """Return ranks that are slower than others at the same work, with the first such step; the slowest first."""
+    """Return ranks that are at least `SLOW` times slower than others at the same work; the slowest first."""
     # Replicas may compute different numbers of microbatches.
     seconds = seconds_by_kind(measured, per_span=True)
     wanted = _expected(seconds, predicted)
@@ -186,7 +191,7 @@ def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> li
 
 
 def explain_stragglers(stragglers: list[SlowRank], first_step: int = 0) -> list[str]:
-    """Return a sentence for each; recorded step 0 is step number ``first_step`` of the run."""
+    """Return a sentence for each slow rank. ``first_step``: steps of the run before the first recorded one."""
     return [
         f"Rank {item.rank} is slow: {_words(item.opcode)} takes {item.ratio:.2f} times as long as elsewhere, since "
         f"step {first_step + item.since + 1}."
@@ -216,7 +221,7 @@ def _words(opcode: Opcode) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """Seconds of a step: predicted, measured (median of ``num_steps``), and the spread of the measured ones."""
+    """Seconds of a step: predicted, measured (median of ``num_steps``), and relative spread of measured steps."""
 
     predicted_s: float
     measured_s: float
@@ -227,7 +232,7 @@ class StepComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankComparison:
-    """Busy seconds of one rank's compute stream per step, and its peak memory if known."""
+    """Busy seconds per step of one rank's compute stream, and the rank's peak memory; None if not known."""
 
     rank: int
     predicted_busy_s: float
@@ -240,7 +245,7 @@ class RankComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionComparison:
-    """Median seconds of one kind of instruction of one stage; None where a timeline has none."""
+    """Median seconds of one kind of instruction of one stage; None if a timeline has no such instruction."""
 
     opcode: str
     stage: int
@@ -277,7 +282,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> Comparison:
     """Compare two timelines of one plan; each may hold several steps.
 
     Raises:
-        DocumentError: The arguments are swapped, of different numbers of ranks, or without spans.
+        DocumentError: The arguments are swapped, differ in the number of ranks, or have no spans.
     """
     _check(predicted, measured)
     predicted_steps, measured_steps = predicted.step_seconds(), measured.step_seconds()

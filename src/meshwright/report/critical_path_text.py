@@ -1,4 +1,4 @@
-"""Rows and tables of a critical path, and of its classes of work: what bounds a step, and what would shorten it.
+"""Rows and tables of a critical path, and of levers: kinds of work that would shorten the step if they took less time.
 
 The path is a Timeline whose spans follow each other without a gap. In the terminal, runs of similar instructions are
 one line: the shortest period of instructions that occurs three times in a row or more, with stage, microbatch and rank
@@ -30,10 +30,11 @@ _WAITED_FOR = {"link": "link", "mark": "bucket", "host": "host"}
 
 
 def path_rows(path: Timeline, bounds: Sequence[str]) -> list[Row]:
-    """One row per span: ``name``, ``rank``, ``stream``, ``start_s``, ``end_s``, and ``bound``.
+    """Return one row per span of the path.
 
-    ``bounds`` names what each span waited for last: ``begin`` (of the step), ``stream``, ``wait``, ``mark``, ``link``
-    or ``host``.
+    Keys: ``name``, ``rank``, ``stream``, ``start_s``, ``end_s``, ``bound``. ``bounds`` names what each span waited for
+    last: ``begin`` (of the step), ``stream`` (its predecessor there), ``wait`` (another instruction), ``mark`` (a
+    gradient bucket became ready), ``link`` (held by another transfer) or ``host`` (issued late).
     """
     return [
         {
@@ -49,9 +50,10 @@ def path_rows(path: Timeline, bounds: Sequence[str]) -> list[Row]:
 
 
 def fold_path(path: Timeline, bounds: Sequence[str]) -> list[Row]:
-    """Return the path condensed.
+    """Return the path with one row per run of similar instructions; instructions that take no time are left out.
 
-    Keys: ``ranks``, ``instructions``, ``times``, ``on_path_s``, ``waited_for`` (link, bucket).
+    Keys: ``ranks``, ``instructions`` (names of the first and the last), ``times`` (number of repeats), ``on_path_s``,
+    ``waited_for`` (link, bucket, host; None for other waits).
     """
     kept = np.flatnonzero(path.end_ps > path.start_ps).tolist()
     ranks = np.array([stream.rank for stream in path.tracks], np.int64)[path.track]
@@ -79,7 +81,10 @@ def fold_path(path: Timeline, bounds: Sequence[str]) -> list[Row]:
 
 
 def explanation_rows(path: Timeline, bounds: Sequence[str], levers: Sequence[Row]) -> Row:
-    """For ``--json``: ``step_time_s``, ``path`` as `path_rows`, and ``levers``.
+    """Return the explanation of a step for ``--json``.
+
+    Keys: ``step_time_s``, ``queued_s`` (seconds on the path in which a transfer held a link that the next one needed),
+    ``path`` (rows of `path_rows`) and ``levers``.
 
     A lever has ``kind``, ``name``, ``path_s``, ``path_share`` (of the step), ``step_if_shorter_s``, ``step_if_free_s``.
     """
@@ -93,7 +98,7 @@ def explanation_rows(path: Timeline, bounds: Sequence[str], levers: Sequence[Row
 
 
 def explanation_table(path: Timeline, bounds: Sequence[str], levers: Sequence[Row], shorter: float) -> RenderableType:
-    """Return the path, condensed, and what would help. ``shorter`` is the share of time that each lever removes."""
+    """Return tables of the path, condensed, and of levers. ``shorter``: the share of its time that a lever removes."""
     rows = explanation_rows(path, bounds, levers)
     lines = fold_path(path, bounds)
     queued = f", {format_seconds(rows['queued_s'])} of them held a link that the next one needed"

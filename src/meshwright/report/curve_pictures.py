@@ -1,6 +1,6 @@
-"""Curves as SVG (`draw_curves`).
+"""Draw the results of a sweep as curves, in SVG (`draw_curves`).
 
-A figure is drawn of some cases over one of their parameters, with a curve for each combination of the others.
+One figure of all cases is drawn over their first parameter, with a curve for each combination of the other parameters.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class _Axis:
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], parameters: Sequence[str], figure: str, *, title: str = "") -> str:
-    """Draw a figure over the first parameter; rows without it are left out. An empty plot if no row has it.
+    """Return an SVG of the column ``figure`` over the first parameter; rows without a number there are left out.
 
-    At most `MOST_CURVES` curves are drawn, the first ones; a line states the number of the others.
+    The plot is empty if no row has a number. At most `MOST_CURVES` curves are drawn, the first ones; a line states the
+    number of the others.
     """
     rows = [row for row in rows if isinstance(row.get(figure), int | float)]
     first, others = parameters[0], parameters[1:]

@@ -1,4 +1,4 @@
-"""Whether a plan fits in memory, as a table of its ranks (`fit_table`) and in a sentence (`verdict`)."""
+"""Show whether a plan fits in memory: as a table of its ranks (`fit_table`), and in a sentence (`verdict`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HEADINGS = {"parameters": "params"}
 # Equal ranks share one row. The parts of a peak are summed by the groups of `meshwright.spec.memory`, which add up to
 # it.
 def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
-    """Return verdict and peak of every rank, from `RankedPlan.memory_rows`, in 80 columns.
+    """Return the verdict and a table of every rank's peak memory, from `RankedPlan.memory_rows`, in 80 columns.
 
-    Rows show what an allocator reserves for the peak; without an allocator, the bytes left, or each rank's limit if
-    limits differ. ``note`` is printed below the verdict.
+    Beside the peak, the table shows each rank's limit if limits differ; else the bytes that the allocator reserves for
+    the peak; else (without an allocator) the bytes left. ``note`` is printed below the verdict.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     groups = (_HEADINGS.get(group, group) for group in MEMORY_GROUPS)
@@ -51,7 +51,7 @@ def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return one sentence: whether all ranks fit, and the rank with the least to spare or the most too much."""
+    """Return one sentence: whether all ranks fit, and the rank that has the least memory left or exceeds it most."""
     tightest = min(rows, key=lambda row: row["headroom_bytes"])
     over = sum(not row["fits"] for row in rows)
     ranks, limit = format_count(len(rows), "rank"), format_bytes(tightest["limit_bytes"])
@@ -60,9 +60,9 @@ def verdict(rows: Sequence[Row]) -> str:
     if over:
         return (
             f"Does not fit: {over} of {ranks} over; rank {tightest['rank']} {held}, "
-            f"{format_bytes(-tightest['headroom_bytes'])} more than the {limit} that it may."
+            f"{format_bytes(-tightest['headroom_bytes'])} more than the {limit} allowed."
         )
-    return f"Fits: {ranks}; rank {tightest['rank']} has the least to spare: it {held} of the {limit} that it may."
+    return f"Fits: {ranks}; rank {tightest['rank']} has the least to spare: it {held} of the {limit} allowed."
 
 
 def _alike(rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:

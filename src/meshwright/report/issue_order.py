@@ -1,4 +1,4 @@
-"""Compare the order in which the runtime issued instructions with the predicted one, by stream and step."""
+"""Compare the order in which the runtime issued instructions with the predicted order, by stream and step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EMPTY: IssueOrder = np.zeros((0, 4), np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOrder:
-    """Whether one stream issued the same sequence; ``difference`` names the first position where it did not."""
+    """Whether one stream issued the predicted instructions in order; ``difference`` describes the first deviation."""
 
     rank: int
     stream: StreamName
@@ -44,9 +44,10 @@ def compare_orders(predicted: Timeline, measured: Timeline) -> tuple[StreamOrder
 
 
 def issued_sequences(timeline: Timeline) -> dict[tuple[int, StreamName], dict[int, IssueOrder]]:
-    """Return the instructions that each stream (rank, name) issued in each step, by start.
+    """Return the instructions of each stream (rank, name) by step, in order of their start.
 
-    Instructions with equal starts keep the order of the timeline.
+    The instructions of a step have shape (n, 4): opcode, stage, microbatch, peer. Instructions with equal starts keep
+    the order of the timeline.
     """
     order = np.lexsort((timeline.start_ps, timeline.step, timeline.track))
     columns = (timeline.opcode, timeline.stage, timeline.microbatch, timeline.peer)

@@ -1,7 +1,9 @@
-"""Fit a table into a narrow terminal: columns shrink to their words, never inside a heading.
+"""Fit a table into a narrow terminal: columns shrink to their longest word.
+
+The first of these layouts that fits is used:
 
 1. natural widths, if they fit
-2. less room between columns, and the widest column narrower by one until all fit; no column below its longest word
+2. less space between columns, and the widest column narrower by one until all fit; no column below its longest word
 3. the same, but words of cells that are not numbers may be folded (names can be of any length)
 4. the columns that fit, and the others in a second table below, which repeats the columns that name the rows
 """
@@ -23,7 +25,7 @@ _WIDE, _CLOSE = 3, 2
 
 
 class NarrowTable:
-    """Cells as text under headings; it is laid out when the width is known.
+    """A table of texts under headings, whose columns are laid out when the terminal's width is known.
 
     Args:
         headings: One per column.
@@ -32,7 +34,7 @@ class NarrowTable:
         num_labels: The first columns, which name the rows.
         total: A last row, separated from the others.
         title: The line above the table.
-        close: Less room between columns even where there is enough.
+        close: Less space between columns even if the terminal is wide enough.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Write timelines as a trace for https://ui.perfetto.dev, span by span (`write_trace`); fast texts (`render_lines`).
+"""Write timelines as a trace for https://ui.perfetto.dev (`write_trace`); format many lines fast (`render_lines`).
 
 The format is the Trace Event Format (Google, "Trace Event Format", 2016), which Perfetto imports:
 
     process   a rank of one timeline: "rank 0 predicted" above "rank 0 measured"
     thread    a stream of the rank, with the same name in every timeline
-    X         a span: ``ts`` and ``dur`` in microseconds, exact to the picosecond below 2^53 ps (two and a half hours)
-              inside of it, where they are given, its ops
+    X         a span: ``ts`` and ``dur`` in microseconds, exact to the picosecond below 2^53 ps (two and a half hours);
+              also an op inside a span, if ops are given
     s, f      an arrow from a send to the receive of the same bytes (`pair_transfers`)
     C         bytes in use on a rank
 
@@ -48,7 +48,7 @@ _FULL, _FIRST, _LAST, _POINT, _NOTHING = (form * _GROUP for form in range(5))
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextChoice:
-    """One of several texts, by line: ``texts[which[i]]``; ``which`` of shape (n,)."""
+    """A part of each line that is one of several texts: ``texts[which[i]]`` in line i; ``which`` of shape (n,)."""
 
     texts: Sequence[str]
     which: NDArray[np.integer]
@@ -56,9 +56,10 @@ class TextChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Number:
-    """A whole number, shape (n,); as ``millionths``, with six digits behind the point: 1234567 is 1.234567.
+    """A part of each line that is a whole number, shape (n,).
 
-    ``shown``: the lines that have it, shape (n,); by default all.
+    With ``millionths``, numbers have six digits behind the point: 1234567 is printed as 1.234567. ``shown``: whether
+    each line has the number, shape (n,); by default all have it.
     """
 
     values: NDArray[np.integer]
@@ -74,7 +75,7 @@ Part: TypeAlias = str | TextChoice | Number
 # removed at the end. Numbers are looked up four digits at a time, and bytes are written into the table four or eight at
 # a time.
 def render_lines(parts: Sequence[Part], count: int) -> bytes:
-    """Return the text of ``count`` lines, each made of all parts."""
+    """Return the text of ``count`` lines. Each line consists of all ``parts`` in their order."""
     columns: list[bytes | NDArray[np.uint32] | NDArray[np.uint64]] = []
     for part in parts:
         match part:
@@ -156,7 +157,7 @@ _MOVES = (*SENDS, *RECEIVES)
 # asynchronous schedule microbatch numbers continue from step to step, and a message may arrive in a later step: a
 # transfer without a partner in its step is paired regardless of steps.
 def pair_transfers(timeline: Timeline) -> Ids:
-    """Return for each send the index of its receive and the reverse; -1 elsewhere. Shape (num_spans,)."""
+    """Return the index of each send's receive, and of each receive's send; -1 for other spans. Shape (num_spans,)."""
     partner = np.full(timeline.num_spans, -1, np.int64)
     moves = np.flatnonzero(_choose(_MOVES)[timeline.opcode])
     if not _look_up(timeline, moves, partner):
@@ -248,9 +249,9 @@ def write_trace(
     """Write timelines into one trace file, side by side; the file appears whole or not at all.
 
     Args:
-        timelines: At least one. With a single one, processes are called "rank 0"; else "rank 0 predicted".
+        timelines: At least one. With one timeline, processes are called "rank 0"; with several, "rank 0 predicted".
         path: The file to write (``.json``); gzip if it ends in ``.gz``, which Perfetto opens too.
-        ranks: Only these ranks, and the arrows between them; all, if not given.
+        ranks: Only these ranks, and the arrows between them; by default all.
         ops: The ops inside the spans of the first timeline.
 
     Returns:
@@ -266,7 +267,7 @@ def write_trace(
 def trace_pieces(
     timelines: Sequence[Timeline], ranks: Sequence[int] | None = None, ops: OpSpans | None = None
 ) -> Iterator[bytes]:
-    """Yield the text of a trace, in pieces. Raises DocumentError as `write_trace`."""
+    """Yield the text of the trace that `write_trace` writes, in pieces. Raises DocumentError as `write_trace` does."""
     if not timelines:
         raise DocumentError("No timeline was given for the trace; give at least one.")
     num_ranks = max(timeline.num_ranks for timeline in timelines)
@@ -277,7 +278,7 @@ def trace_pieces(
 
 
 def check_ranks(ranks: Sequence[int] | None, num_ranks: int) -> None:
-    """Raise DocumentError unless some ranks, or all (None), of ``num_ranks`` are chosen for a trace."""
+    """Raise DocumentError if ``ranks`` of a trace is empty or has a rank outside 0 to num_ranks - 1; None means all."""
     odd = next((rank for rank in ranks or () if not 0 <= rank < num_ranks), None)
     if odd is not None or (ranks is not None and not ranks):
         asked = "No ranks were" if odd is None else f"Rank {odd} was"

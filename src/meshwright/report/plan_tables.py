@@ -1,8 +1,8 @@
 """Tables of ranked plans (`plans_table`); rows of batches of whole models (`batch_rows`) and of layers (`graph_rows`).
 
-Plans are shown with how they differ, how fast each is and how sure that is, memory, bubble and money. A layout is
-written as in the field: data-parallel replicas (dp), pipeline stages (pp), axes of sharding (tp, cp, ep), ZeRO stage,
-samples of a microbatch (mbs). Properties that all rows share are stated once, above.
+The table of plans shows how the plans differ, their step time with its interval, memory, bubble and price. Headings
+are those of the field: data-parallel replicas (dp), pipeline stages (pp), axes of sharding (tp, cp, ep), ZeRO stage,
+samples of a microbatch (mbs). Properties that all rows share are stated once, above the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 # samples/s = b / median        l(b) = αb + β (`meshwright.spec.fit_latency`)        error = l(b) / median - 1
 def batch_rows(batches: Sequence[BatchMeasurement]) -> list[Row]:
-    """Return one row per measured batch, models in the order of the table, sizes ascending.
+    """Return one row per model and measured batch size, models in the order of the table, sizes ascending.
 
     Keys: ``model``, ``batch_size``, ``median_s``, ``p90_s``, ``p99_s``, ``samples_per_s``, ``num_measured``.
     """
@@ -52,17 +52,17 @@ def batch_rows(batches: Sequence[BatchMeasurement]) -> list[Row]:
 
 
 def latency_rows(batches: Sequence[BatchMeasurement]) -> list[Row]:
-    """Return one row per model: the line through its medians.
+    """Return one row per model: the line l(b) = alpha · b + beta through its median latencies at batch sizes b.
 
     Keys: ``model``, ``num_sizes``, ``smallest_batch``, ``largest_batch``, ``alpha_s``, ``beta_s``, ``largest_error``
-    (of the line relative to the median, with its sign) and ``largest_error_at`` (its batch size); the last four are
-    None for one size.
+    (of the line relative to the median, with its sign) and ``largest_error_at`` (its batch size). The last four are
+    None if only one size was measured.
     """
     return [_latency_row(model, rows) for model, rows in _by_model(batches).items()]
 
 
 def describe_latency(row: Row) -> str:
-    """Return a row of `latency_rows` as a sentence; "" if the row has no line."""
+    """Return a row of `latency_rows` in words; "" if no line was fitted."""
     if row["alpha_s"] is None:
         return ""
     return (
@@ -100,10 +100,12 @@ def _latency_row(model: str, rows: list[BatchMeasurement]) -> Row:
 # the end of a layer are those that a cut there would send per microbatch of that size, except the state of random
 # generators.
 def graph_rows(graph: Graph, batch_size: int, float_bytes: int | None = None) -> list[Row]:
-    """Return one row per layer for batches of ``batch_size`` samples; floating elements have ``float_bytes`` if given.
+    """Return one row per layer for batches of ``batch_size`` samples.
 
-    Keys: ``layer``, ``num_ops``, ``num_parameters``, ``forward_flops``, ``backward_flops``, ``saved_bytes``,
-    ``crossing_bytes``. Raises GraphError if the graph is not valid for this batch size.
+    Keys: ``layer``, ``num_ops``, ``num_parameters``, ``forward_flops``, ``backward_flops``, ``saved_bytes`` (kept for
+    the backward), ``crossing_bytes`` (activations that cross the end of the layer). ``float_bytes``: bytes of a
+    floating-point element, by default those of its type. Raises GraphError if the graph is not valid for this batch
+    size.
     """
     graph.check_batch_size(batch_size)
     crossing = crossing_bytes(graph, batch_size)
@@ -116,7 +118,7 @@ def graph_rows(graph: Graph, batch_size: int, float_bytes: int | None = None) ->
 
 
 def graph_total(graph: Graph, batch_size: int, float_bytes: int | None = None) -> Row:
-    """Return the row of the whole graph with the keys of `graph_rows`; parameters that no op reads are counted too."""
+    """Return the row of the whole graph, with the keys of `graph_rows`; parameters that no op reads count, too."""
     graph.check_batch_size(batch_size)
     return {
         "layer": "total",

@@ -1,6 +1,6 @@
-"""Tables for a terminal: rows in, rich renderables out; and rows of plans, clusters, programs and measurements.
+"""Tables for a terminal, as rich renderables, and the rows of plans, clusters, programs and measurements.
 
-Nothing is printed here. Neighbouring rows with equal text are merged; ``--json`` has all of them.
+No function here prints. Tables merge neighbouring rows with equal text; ``--json`` has every row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def plan_rows(plan: Plan, graph: Graph | None = None) -> list[Row]:
     """Return one row per stage; with the graph, layers have their names, else their numbers.
 
     Keys: ``stage``, ``first_layer``, ``last_layer``, ``num_layers``, ``ranks``, ``replicas``, ``shares`` (microbatches
-    of each, if the plan gives them), ``num_microbatches`` (per step, of all replicas), ``microbatch_size``,
+    of each replica, if the plan sets them), ``num_microbatches`` (per step, of all replicas), ``microbatch_size``,
     ``schedule``. Raises PlanError if the plan has layers that the graph lacks.
     """
     if graph is not None and plan.stages[-1].stop > len(graph.layers):
@@ -121,7 +121,7 @@ def placement_rows(placement: Placement) -> list[Row]:
 
 
 def program_rows(program: Program) -> list[Row]:
-    """Return one row per section and rank with instructions: the number of each opcode, and the bytes that they move.
+    """Return one row per section and rank that has instructions: the number of each opcode, and the bytes moved.
 
     Keys: ``section``, ``rank``, each opcode's name in lower case, ``sent_bytes``, ``reduced_bytes``.
     """
@@ -134,7 +134,7 @@ def program_rows(program: Program) -> list[Row]:
 
 
 def measurement_rows(measurements: Measurements) -> Row:
-    """Return what was measured: device, conditions, counts, and under ``transfers`` the fitted links.
+    """Return a summary of a measurement table: device, conditions, counts, and lines fitted to transfers and batches.
 
     Keys: ``device``, ``software``, ``date``, ``conditions``, ``num_ops``, ``op_spread_share`` (median over the ops,
     None without any), ``num_optimizers``, ``overhead_s``, ``transfers``: ``kind``, ``num_ranks``, ``num_sizes``,
@@ -162,8 +162,8 @@ def measurement_rows(measurements: Measurements) -> Row:
 def fit_transfers(rows: Sequence[TransferMeasurement]) -> tuple[float, float | None]:
     """Return latency α (s) and bandwidth β (bytes/s) of t = α + n/β; β is None if time does not grow with size.
 
-    They have the least sum of squared *relative* errors, so that small messages count as much as large ones. Neither is
-    negative: where the best line would start below 0, α is 0.
+    The line has the least sum of squared *relative* errors, so that small messages count as much as large ones. If the
+    best line would have a negative α, α is 0.
     """
     sizes = np.array([row.num_bytes for row in rows], np.float64)
     seconds = np.array([row.seconds for row in rows])
@@ -217,9 +217,9 @@ def _transfer_row(kind: str, num_ranks: int, rows: Sequence[TransferMeasurement]
 MOST_SPREAD_SHARE = 0.3
 
 _COMMUNICATION_NOTE = (
-    "A measured transfer lasts from its issue until its rank saw it done, waiting for the other end included; "
-    "a predicted one only while it moves bytes. Compare steps, computations and busy seconds. Memory measured on a CPU "
-    "is what the process grew by, allocator and buffers of the network included."
+    "A measured transfer lasts from its issue until its rank sees that it has ended, with the time of waiting for the "
+    "other rank; a predicted transfer lasts only while bytes move. So compare steps, computations and busy seconds. "
+    "Memory measured on a CPU is the growth of the process, with allocator and network buffers."
 )
 
 
@@ -233,7 +233,7 @@ def make_table(
         title: The line above the table.
         total: A last row, separated from the others.
         collapse: The key that may differ between merged neighbours; empty to print every row.
-        hide: Keys to leave out, besides those that no row has a value for.
+        hide: Keys to leave out. Keys without a value in any row are always left out.
     """
     every = [*rows, total] if total is not None else [*rows]
     known = dict.fromkeys(key for row in rows for key in row)
@@ -252,7 +252,7 @@ def make_table(
 
 
 def graph_table(graph: Graph, batch_size: int) -> RenderableType:
-    """Return parameters, FLOPs and bytes of layers for batches of ``batch_size``. Raises what `graph_rows` raises."""
+    """Return the table of layers (parameters, FLOPs, bytes) for batches of ``batch_size``. Raises as `graph_rows`."""
     total = graph_total(graph, batch_size)
     flops = format_flops(total["forward_flops"] + total["backward_flops"])
     samples = "1 sample" if batch_size == 1 else f"{batch_size} samples"
@@ -265,18 +265,18 @@ def graph_table(graph: Graph, batch_size: int) -> RenderableType:
 
 
 def plan_table(plan: Plan, graph: Graph | None = None) -> RenderableType:
-    """Return the stages of a plan; layers have their names if the graph is given. Raises what `plan_rows` raises."""
+    """Return the table of a plan's stages; layers have names if the graph is given. Raises what `plan_rows` raises."""
     # One schedule drives all stages; `Plan.describe`, printed above, names it.
     return Group(Text(describe_workload(plan, graph)), make_table(plan_rows(plan, graph), hide=("schedule",)))
 
 
 def exchanges_table(rows: Sequence[Row]) -> NarrowTable:
-    """Return ways of reducing gradients from the planner's rows, with the plan's own way first."""
+    """Return the table of methods of gradient reduction from the planner's rows, the plan's own method first."""
     return make_table(rows, title="Other ways to exchange gradients:")
 
 
 def front_table(rows: Sequence[Row]) -> NarrowTable:
-    """Return plans of a Pareto front from the planner's rows, fastest first; their price, or devices times seconds."""
+    """Return the table of a Pareto front from the planner's rows, fastest plan first, with price or device-seconds."""
     priced = any("price_per_step" in row for row in rows)
     price = f"{rows[0]['currency']} per million samples" if priced else "devices × step"
     cells = [
@@ -304,7 +304,7 @@ def timeline_table(timeline: Timeline) -> RenderableType:
 
 
 def cluster_table(cluster: Cluster) -> RenderableType:
-    """Return nodes with their links, equal neighbours in one line, and the datasheet of each kind of device."""
+    """Return the tables of nodes with their links (equal neighbours in one row), and of the kinds of devices."""
     heading = (
         f"{cluster.name}: {format_count(cluster.num_ranks, 'device')} in {format_count(len(cluster.nodes), 'node')}"
     )
@@ -322,7 +322,7 @@ def cluster_table(cluster: Cluster) -> RenderableType:
 
 
 def program_table(program: Program) -> RenderableType:
-    """Return the number of instructions of each opcode on every rank; opcodes that do not occur are left out."""
+    """Return the table of the number of instructions by rank and opcode; opcodes that do not occur are left out."""
     rows = program_rows(program)
     unused = [name for name in (opcode.name.lower() for opcode in Opcode) if not any(row[name] for row in rows)]
     heading = (
@@ -333,7 +333,7 @@ def program_table(program: Program) -> RenderableType:
 
 
 def measurement_table(measurements: Measurements) -> RenderableType:
-    """Return device, conditions and counts, the fitted links, and a remark if the machine was disturbed."""
+    """Return the tables of `measurement_rows`, and a remark if times varied more than `MOST_SPREAD_SHARE`."""
     rows = measurement_rows(measurements)
     facts = {key: value for key, value in rows.items() if key not in MEASURED_PARTS and value not in (None, "")}
     listing = Table.grid(padding=(0, 2))
@@ -353,7 +353,7 @@ def _spread_remark(rows: Row) -> str:
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
-    """Return prediction and measurement: the step, each kind of work, each rank, and whether the order was the same."""
+    """Return the tables of a comparison: step, kinds of instructions and ranks; whether the order was the same."""
     rows = comparison_rows(comparison)
     order = "the same on every stream" if comparison.same_order else "; ".join(rows["differences"])
     peaks, reserved = (

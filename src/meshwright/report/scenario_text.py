@@ -34,12 +34,12 @@ from meshwright.spec.units import Seconds
 
 
 def describe_scenario(scenario: Scenario) -> str:
-    """All effects of a scenario, in their order; empty if it has none."""
+    """Return all effects of a scenario in words, in their order; "" if the scenario has no effects."""
     return ", ".join(map(describe_effect, scenario.effects))
 
 
 def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
-    """Return devices without a rate for a precision, and the rate used instead; "" if all have one."""
+    """Return sentences on devices without a rate for a precision, and the rates used instead; "" if all have one."""
     kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
     numbers, sentences = numbers_of(precision), []
     dtype = numbers.compute
@@ -58,7 +58,7 @@ def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -
 
 
 def describe_effect(effect: Effect) -> str:
-    """Return an effect in a few words."""
+    """Return an effect of a scenario in a few words."""
     match effect:
         case Jitter() | LostDevice() | Failures() | Checkpoints() | Price():
             return _describe_run(effect)
@@ -105,7 +105,7 @@ def _describe_run(effect: Jitter | LostDevice | Failures | Checkpoints | Price) 
 
 
 def describe_factor(factor: float) -> str:
-    """``2× slower``, ``4× faster``."""
+    """Return a factor of a time in words: 2 is ``2× slower``, 0.25 is ``4× faster``."""
     return f"{factor:g}× slower" if factor >= 1 else f"{1 / factor:.3g}× faster"
 
 
@@ -136,7 +136,7 @@ def _link_words(effect: SlowLink) -> str:
 
 
 def _jitter_words(effect: Jitter) -> str:
-    what = {"computations": "computing", "transfers": "transferring", "all": "all they do"}[effect.of]
+    what = {"computations": "computing", "transfers": "transferring", "all": "in all work"}[effect.of]
     parts = [f"spread of {format_percent(effect.spread, 0)} {what}"] if effect.spread else []
     if effect.straggler_probability:
         parts.append(
@@ -147,7 +147,10 @@ def _jitter_words(effect: Jitter) -> str:
 
 
 def describe_run(figures: Mapping[str, Any], num_seeds: int) -> str:
-    """Return where the time of a run goes, and how often it is saved; ``figures`` are those of a forecast."""
+    """Return sentences on a run of many steps: its time by kind, failures, and how often checkpoints are saved.
+
+    ``figures`` is the row of a forecast (`simulator.scenarios`), a mean over ``num_seeds`` seeds.
+    """
     shares = ", ".join(
         f"{format_percent(figures[f'run_{name}_share'])} {words}"
         for name, words in (
@@ -173,7 +176,7 @@ def describe_run(figures: Mapping[str, Any], num_seeds: int) -> str:
 
 
 def describe_price(figures: Mapping[str, Any]) -> str:
-    """Return what steps, samples and a run cost in money; ``figures`` are those of a bill."""
+    """Return a sentence on the price of a step, of samples, of a run. ``figures``: keys ``currency``, ``price_*``."""
     currency = figures["currency"]
     words = {
         "price_per_step": "per step",

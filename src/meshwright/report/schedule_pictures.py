@@ -1,4 +1,4 @@
-"""A schedule as papers draw it: as SVG (`draw_schedule`), as text (`draw_grid`), in slots (`draw_slots`); a table.
+"""Draw a schedule as papers do: as SVG (`draw_schedule`), as text (`draw_grid`), as text in slots (`draw_slots`).
 
 One row per rank, one rectangle per computation, time from left to right. In an SVG, the colour shows the kind of
 computation, the number the microbatch; later stages of a rank are paler. Pointing at a rectangle shows its name. All
@@ -36,7 +36,7 @@ def draw_grid(timeline: Timeline, *, width: int = 96, step: int | None = None, s
         timeline: Predicted or measured.
         width: Columns for the time axis, in addition to the names of ranks.
         step: The step to draw; by default the last one.
-        scale: What the whole width stands for; by default its seconds.
+        scale: The label of the end of the time axis; by default the length in seconds.
 
     Raises:
         DocumentError: The timeline lacks the step, or the width is not positive.
@@ -111,10 +111,10 @@ MAX_STAGES_IN_CELL = 4
 
 
 def schedules_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of schedules of the same stages, from `planner.schedule_rows`, in 80 columns.
+    """Return a table that compares schedules of the same stages, from `planner.schedule_rows`, in 80 columns.
 
-    In-flight microbatches are shown per stage. The memory of the fullest rank's device is shown if it differs between
-    the schedules.
+    Microbatches in flight are shown per stage. The column "memory", the memory of the device of the fullest rank, is
+    shown if it differs between the schedules.
     """
     equal = len({row["limit_bytes"] for row in rows}) == 1
     columns = [column for column in _COLUMNS if not (equal and column[1] == "limit_bytes")]
@@ -142,7 +142,7 @@ def draw_slots(timeline: Timeline, in_flight: Sequence[int], *, max_width: int) 
 
 
 def explain_slots(in_flight: Sequence[int]) -> str:
-    """Return the meaning of slots, and the most microbatches that each stage holds."""
+    """Return a sentence on the length of slots, and on the most microbatches in flight of each stage."""
     counts = ", ".join(map(str, in_flight))
     return f"A forward takes 1 slot, a backward 2, transfers none. In flight, by stage: {counts}."
 
@@ -175,7 +175,7 @@ def draw_schedule(timeline: Timeline, *, title: str, note: str, scale: str) -> s
         timeline: Predicted or measured; all of its steps are drawn. Its stages give the shades of a rank.
         title: The first line, and the document's title.
         note: The last line.
-        scale: What the whole width stands for.
+        scale: The label of the end of the time axis.
 
     Raises:
         DocumentError: The timeline has more than `MAX_RECTANGLES` computations.

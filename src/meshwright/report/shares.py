@@ -17,7 +17,7 @@ _NUMERIC = (False, False, False, True, True, True)
 
 
 def shares_table(row: Mapping[str, Any]) -> RenderableType:
-    """Return the choices of `planner.Shares.row`, the largest gain first."""
+    """Return a table of the choices of `planner.Shares.row`: values, seconds gained, share of the whole gain."""
     cells = [
         [
             item["choice"],

@@ -8,7 +8,7 @@ from meshwright.spec import Graph, Placement, Plan, format_count
 
 
 def workload_row(plan: Plan | Placement, graph: Graph) -> dict[str, Any]:
-    """Return the workload of a plan. ``graph`` is the model's, not a rank's share.
+    """Return the workload of a plan as plain data. ``graph`` is that of the whole model, not that of one rank.
 
     Keys: ``model``, ``num_parameters`` (None for a rewritten model), ``cluster``, ``num_devices``, ``kind``,
     ``samples_per_step``, ``tokens_per_step`` and ``sequence_length`` (None for models without tokens), ``precision``,
@@ -30,9 +30,9 @@ def workload_row(plan: Plan | Placement, graph: Graph) -> dict[str, Any]:
 
 
 def describe_workload(plan: Plan | Placement, graph: Graph | None = None) -> str:
-    """One line: ``gpt-tiny (11,776 parameters) on 2 devices of 2xcpu: training, 8 samples per step, mixed, adamw``.
+    """Return ``gpt-tiny (11,776 parameters) on 2 devices of 2xcpu: training, 8 samples per step, mixed, adamw``.
 
-    With the model's ``graph`` it names parameters and tokens.
+    Parameters and tokens are named only if the model's ``graph`` is given.
     """
     work = plan.workload
     parameters, tokens = "", ""

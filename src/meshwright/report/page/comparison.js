@@ -34,8 +34,8 @@
     return [
       element("p", { class: "mw-lead mw-small", text: headline }),
       picture(rows, width),
-      element("p", { class: "mw-note", text: "Each row has its own scale, from 0. A hollow mark is predicted, a filled one measured; the bar holds the middle 80 % of what was measured, " +
-        "the thin line that of what was predicted. A measured transfer lasts until its rank saw it done, waiting included." }),
+      element("p", { class: "mw-note", text: "Each row has its own scale, from 0. A hollow mark is predicted, a filled one measured; the bar holds the middle 80 % of the measured times, " +
+        "the thin line the middle 80 % of the predicted times. A measured transfer includes the time of waiting for the other rank." }),
       element("p", { text: order }),
       ...(differences.length ? [element("ul", {}, ...differences.slice(0, 20).map((text) => element("li", { text })))] : []),
       table([step], { caption: "Step", hide: ["measured_interval_s"] }),

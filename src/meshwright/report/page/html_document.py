@@ -86,7 +86,7 @@ def embed_json(data: Any) -> str:
     try:
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except ValueError:
-        raise DocumentError("The page holds a number that is not finite; only finite ones can be shown.") from None
+        raise DocumentError("The page has a number that is not finite; only finite numbers can be shown.") from None
     # U+2028 and U+2029 end lines for old JavaScript parsers.
     for character in ("<", ">", "&", "\u2028", "\u2029"):
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -151,10 +151,10 @@ def page_document(
     provenance: Mapping[str, str] | None = None,
     documents: Mapping[str, Any] | None = None,
 ) -> Row:
-    """Put parts together; a part that is not given has no section on the page.
+    """Return the page document with these parts; a part that is not given has no section on the page.
 
-    Characters that change the direction of writing are escaped as in JSON, or one name could reverse the sentence
-    around it. ``documents`` are saved unchanged.
+    Characters that change the direction of writing are escaped as in JSON; otherwise a name could reverse the sentence
+    around the name. ``documents`` are kept unchanged.
     """
     shown: Row = {
         "schema": SCHEMA,
@@ -193,7 +193,7 @@ def result_part(
     basis: str = "",
     deflate: bool = True,
 ) -> Row:
-    """One plan, or one timeline, with all its known facts.
+    """Return the part of a page for one plan, or one timeline, with all its known facts.
 
     Args:
         name: Names the result in the page.
@@ -204,8 +204,8 @@ def result_part(
         memory_parts: Bytes by owner at the peak, one mapping per rank (`PeakMemory.parts`).
         memory_limits_bytes: The limit of each rank, if not all of its device's memory.
         facts: A row of headline figures; keys end with their units.
-        explanation: Why this plan is best, from `Plans.explain`.
-        basis: What the figures are based on, from `CostModel.explain_basis`.
+        explanation: Sentences on why this plan is best, from `Plans.explain`.
+        basis: A sentence on the basis of the op costs, from `CostModel.explain_basis`.
         deflate: See `timeline_part`.
     """
     num_ranks = plan.num_ranks if plan is not None else max((item.num_ranks for item in timelines), default=0)
@@ -227,5 +227,5 @@ def result_part(
 
 
 def versions() -> str:
-    """Return the versions that a figure may depend on."""
+    """Return the versions of Meshwright, Python and numpy as one line."""
     return f"meshwright {__version__}, Python {platform.python_version()}, numpy {np.__version__}"

@@ -1,4 +1,4 @@
-"""Plans, clusters, timelines, memory and comparisons as parts of a page: plain rows, and what the pictures need."""
+"""Plans, clusters, timelines, memory and comparisons as parts of a page: plain rows, and the data of the pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_DEVICES = 1024
 
 
 def cluster_part(cluster: Cluster) -> Row:
-    """Return nodes with their devices by rank, links, and the kinds of devices."""
+    """Return the nodes of a cluster (the first `MAX_NODES`) with devices and links, and the kinds of devices."""
     nodes, rank = [], 0
     for node in cluster.nodes[:MAX_NODES]:
         room = max(MAX_DEVICES - rank, 0)
@@ -62,7 +62,7 @@ def cluster_part(cluster: Cluster) -> Row:
 def plan_part(
     plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None, timeline: Timeline | None = None
 ) -> Row:
-    """Return stages of a plan with layers (named if a graph is given), ranks and, with a timeline, traffic per step."""
+    """Return the stages of a plan: layers (names need ``graph``), ranks, bytes sent per step (need ``timeline``)."""
     work = plan.workload
     return {
         "words": plan.describe(),
@@ -133,7 +133,7 @@ _STAGE, _MICROBATCH, _PEER = 9_000_001, 9_000_002, 9_000_003
 # which are whole nanoseconds, are short. A page shows at most `MAX_SPANS` spans: whole steps from the first on, or the
 # earliest spans of the first step.
 def timeline_part(timeline: Timeline, *, deflate: bool = True, max_spans: int = MAX_SPANS) -> Row:
-    """Return a timeline for `result_part`; ``deflate=False`` packs faster and larger, for pages on this machine."""
+    """Return a timeline for `result_part`. ``deflate=False`` packs faster, but larger, for pages on this machine."""
     shown = _shown_spans(timeline, max_spans)
     order = shown[np.lexsort((timeline.end_ps[shown], timeline.start_ps[shown], timeline.track[shown]))]
     cut_ps = int(timeline.end_ps[order].max(initial=0))
@@ -216,10 +216,12 @@ def memory_part(
     cluster: Cluster | None = None,
     limits_bytes: Sequence[int] = (),
 ) -> Row:
-    """``num_ranks``, ``num_over`` (ranks beyond their limit), ``groups`` (group → its parts) and ``rows``.
+    """Return the memory of ranks: ``num_ranks``, ``num_over`` (ranks beyond their limit), ``groups`` and ``rows``.
+
+    ``groups`` maps each group of memory to its parts.
 
     Rows are the `MAX_RANKS` fullest ranks, by rank. A row has ``rank``, ``peak_bytes`` and ``limit_bytes`` (each None
-    if not known) and ``parts`` at the peak.
+    if not known) and ``parts``, the bytes at the peak by owner.
 
     Args:
         num_ranks: Ranks of the plan.
@@ -261,7 +263,7 @@ def _spare_bytes(row: Row) -> float:
 
 
 def pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return indices of the rows whose plans no other one beats in step time, peak memory and samples/s together."""
+    """Return the indices of rows that no other row beats in step time, peak memory and samples/s at once."""
     points = [(row["step_time_s"], row["peak_memory_bytes"], -row["samples_per_s"]) for row in rows]
 
     def beaten(point: tuple[float, ...]) -> bool:
@@ -271,12 +273,12 @@ def pareto_front(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def plans_part(rows: Sequence[Mapping[str, Any]], *, limit_bytes: int | None = None) -> Row:
-    """Return ranked plans from the planner's rows, and the indices of those on the Pareto front."""
+    """Return the planner's ``rows``, and under ``front`` the indices of the plans on the Pareto front."""
     return {"rows": [dict(row) for row in rows], "front": pareto_front(rows), "limit_bytes": limit_bytes}
 
 
 def comparison_part(comparison: Comparison, predicted: Timeline, measured: Timeline) -> Row:
-    """Return a comparison with p10 and p90 in s of each kind of instruction: ``predicted`` and ``measured``."""
+    """Return the rows of a comparison, with p10 and p90 (s) of each kind of instruction and of the measured step."""
     rows = comparison_rows(comparison)
     intervals = [_intervals(timeline) for timeline in (predicted, measured)]
     for row in rows["instructions"]:

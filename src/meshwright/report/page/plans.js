@@ -32,7 +32,7 @@
     const chosen = Math.min(selected, rows.length - 1), canSelect = (place) => place < page.results.length;
     const row = rows[chosen];
     return [
-      element("p", { class: "mw-note", text: `Ringed plans are on the Pareto front: no other is at least as good in step time, peak memory and samples/s. Larger circles process more samples/s. ${page.results.length > 1 ? "Choose a plan to see it in the whole page." : ""}` }),
+      element("p", { class: "mw-note", text: `Ringed plans are on the Pareto front: no other plan is at least as good in step time, peak memory and samples/s, and better in one of these. Larger circles process more samples/s. ${page.results.length > 1 ? "Choose a plan to see it in the whole page." : ""}` }),
       picture(rows, front, limit_bytes, chosen, (place) => canSelect(place) && select(place), canSelect, width),
       element("p", { class: "mw-lead mw-small", role: "status", text: `Plan ${row.place}: ${row.plan}` }),
       figures(row),

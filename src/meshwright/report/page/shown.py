@@ -1,4 +1,4 @@
-"""The page of any one document, and of a comparison; the kind of document decides its parts."""
+"""Page documents of a single document of any kind (`shown_document`), and of a comparison."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shown_document(
         name: Used in the title if the document has no name of its own.
         batch_size: Samples per batch for the figures of a graph.
         cluster: The cluster of a plan; without it, the page shows the plan alone.
-        provenance: What the page states about its origin.
+        provenance: Labels and texts on the origin of the page, such as the command.
     """
     match value:
         case Graph():
@@ -55,7 +55,7 @@ def shown_document(
 def comparison_document(
     comparison: Comparison, predicted: Timeline, measured: Timeline, *, provenance: Mapping[str, str] | None = None
 ) -> Row:
-    """Return the page document of a prediction and a measurement."""
+    """Return the page document that compares a prediction with a measurement."""
     name = "Predicted and measured"
     return page_document(
         name,

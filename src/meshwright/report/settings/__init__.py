@@ -1,8 +1,8 @@
 """Files that start a plan, here or in another system.
 
-`launch_script` and `slurm_script` start it with `meshwright run`; `export_settings` writes it as settings of another
-system, with a list of what that system cannot express; `export_orders` writes the orders of its ranks for torch's
-pipelining.
+`launch_script` and `slurm_script` return scripts that start a plan with `meshwright run`. `export_settings` returns a
+plan as settings of another system, with a list of what that system cannot express. `export_orders` returns the orders
+of a plan's ranks for torch's pipelining.
 """
 
 from collections.abc import Callable

@@ -44,7 +44,7 @@ COMM_STRATEGIES = {"ring": "alltoall", "all_gather": "allgather"}
 
 
 def export_accelerate(facts: RegularPlan) -> Settings:
-    """Return the configuration for the plan. Raises PlanError where accelerate cannot run it at all."""
+    """Return the configuration of accelerate for the plan. Raises PlanError if accelerate cannot run the plan."""
     plan = facts.plan
     if plan.sharding.expert > 1:
         raise PlanError(

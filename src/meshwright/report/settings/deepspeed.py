@@ -1,4 +1,4 @@
-"""DeepSpeed: ds_config.json, and what belongs in the script instead (the pipeline module).
+"""DeepSpeed: ds_config.json, and a list of what the user's script must do (the pipeline module).
 
 train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas
 
@@ -34,7 +34,7 @@ NVME_PATH = "/local_nvme"
 
 
 def export_deepspeed(facts: RegularPlan) -> Settings:
-    """Return the configuration for the plan. Raises PlanError where DeepSpeed cannot run it at all."""
+    """Return the configuration of DeepSpeed for the plan. Raises PlanError if DeepSpeed cannot run the plan at all."""
     plan = facts.plan
     precision, numbers = plan.workload.precision, plan.workload.numbers
     if precision == "float64":
@@ -121,7 +121,7 @@ def _refuse(facts: RegularPlan) -> None:
 
 
 def uses_autotp(facts: RegularPlan) -> bool:
-    """Return whether a key of the configuration splits ops; in a pipeline the script's layers do."""
+    """Return whether AutoTP, a key of the configuration, splits ops; in a pipeline, the script's layers split them."""
     return facts.plan.sharding.tensor > 1 and facts.num_stages == 1
 
 
@@ -208,7 +208,7 @@ def _fill_in_pipeline(facts: RegularPlan) -> list[str]:
 def is_uniform(facts: RegularPlan) -> bool:
     """Return whether the cut is that of ``partition_method='uniform'``.
 
-    That has equal numbers of layers, the first stages one more.
+    That method gives stages equal numbers of layers; if there is a remainder, the first stages have one layer more.
     """
     num_layers, count = facts.plan.stages[-1].stop, facts.num_stages
     sizes = [num_layers // count + (i < num_layers % count) for i in range(count)]

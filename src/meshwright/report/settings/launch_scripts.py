@@ -23,7 +23,7 @@ DEFAULT_PORT = 29500
 
 
 def ranks_per_node(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
-    """Return ranks that each node starts, one per device of the plan; nodes without any are left out.
+    """Return the number of ranks that each node starts, one per device of the plan; nodes without ranks are left out.
 
     Raises PlanError if the cluster is too small.
     """
@@ -38,7 +38,8 @@ def uses_cpus(plan: Plan, cluster: Cluster) -> bool:
 def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:
     """Return the text of a bash script that starts the plan with torchrun, on this node or on each of several.
 
-    ``script`` and ``plan_file`` are the paths of both; arguments of the script are passed to ``meshwright run``.
+    ``script`` and ``plan_file`` are the paths of script and plan; arguments of the script are passed to ``meshwright
+    run``.
     """
     nodes = ranks_per_node(plan, cluster)
     start, plan_path = _relative(Path.cwd(), script.parent), _quote(_relative(plan_file, Path.cwd()))
@@ -63,7 +64,7 @@ def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path
 def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path, options: str = "") -> list[str]:
     """Return the commands for each of several nodes that start the plan with torchrun; empty for a plan of one node.
 
-    ``options`` of `meshwright run` are repeated.
+    ``options`` of `meshwright run` are repeated in the commands.
     """
     nodes = ranks_per_node(plan, cluster)
     if len(nodes) == 1:
@@ -96,8 +97,8 @@ def slurm_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path)
         )
     if _shown_devices(plan, cluster):
         raise PlanError(
-            f"The plan leaves out devices of a node that it uses ({list(plan.idle)}), and Slurm itself says which "
-            "devices of a node a job gets. Leave --slurm out and start the script on every node."
+            f"The plan leaves out devices of a node that it uses ({list(plan.idle)}), and Slurm itself decides "
+            "which devices of a node a job gets. Leave --slurm out and start the script on every node."
         )
     is_cpu = uses_cpus(plan, cluster)
     plan_path = _quote(_relative(plan_file, Path.cwd()))

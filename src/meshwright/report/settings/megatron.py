@@ -40,7 +40,7 @@ SHARDING_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def export_megatron(facts: RegularPlan) -> Settings:
-    """Return arguments for the plan. Raises PlanError where Megatron-LM cannot run it at all."""
+    """Return the arguments of Megatron-LM for the plan. Raises PlanError if Megatron-LM cannot run the plan at all."""
     plan = facts.plan
     if plan.workload.precision == "float64" or plan.workload.numbers.autocast:
         raise PlanError(
@@ -167,7 +167,7 @@ def _activations(facts: RegularPlan) -> dict[str, Any]:
 
 
 def require_adam(facts: RegularPlan, system: str) -> None:
-    """Raise PlanError for sharded states of another optimizer (megatron/core/optimizer/distrib_optimizer.py)."""
+    """Raise PlanError for sharded states of an optimizer other than Adam (core/optimizer/distrib_optimizer.py)."""
     optimizer = facts.plan.workload.optimizer
     if facts.zero and optimizer.kind != "adamw":
         raise PlanError(
@@ -177,7 +177,10 @@ def require_adam(facts: RegularPlan, system: str) -> None:
 
 
 def recompute_words(facts: RegularPlan, system: str) -> dict[str, Any] | None:
-    """Recompute as granularity, method and num-layers; None for nothing. Raises PlanError for other choices."""
+    """Return Megatron-LM's recompute settings: granularity, method and num-layers; None if nothing is recomputed.
+
+    Raises PlanError for choices that Megatron-LM cannot express.
+    """
     again = facts.again
     if again.kind == "nothing":
         return None

@@ -13,10 +13,10 @@ VERSION = "2.13"
 
 
 def export_orders(plan: Plan, text: str, *, num_lines: int, num_pipelines: int, shared_stage: int | None) -> Settings:
-    """Return the file, and what torch does not take from it.
+    """Return the settings for torch: the file of orders, and a list of what torch does not read from the file.
 
-    ``text`` has ``num_lines`` lines, one per rank of a pipeline, of which the plan has ``num_pipelines``;
-    ``shared_stage`` is on several lines, which torch refuses.
+    ``text`` has ``num_lines`` lines, one per rank of one pipeline; the plan has ``num_pipelines``. ``shared_stage``: a
+    stage on several lines, which torch refuses; None without one.
     """
     unsaid = []
     if num_pipelines > 1:

@@ -1,4 +1,4 @@
-"""Facts of a plan for every other system: a regular grid of pipelines, blocks of the stages, sizes of the model.
+"""Facts of a plan that exports need: a regular grid of pipelines, the blocks of stages, the sizes of the model.
 
 Other systems lay a plan out as ``stages x replicas`` with the same replicas in every stage, each replica computing the
 same number of microbatches; a plan without such a grid cannot be expressed in their settings at all. A replica of a
@@ -28,7 +28,7 @@ _NUMBERED = re.compile(r"(?P<stem>.+)\.(?P<index>\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
-    """One stage in blocks: which blocks, and whether it has the layers before the first and after the last block."""
+    """One stage in blocks. ``has_entry``: with the layer before all blocks; ``has_exit``: with the layer after all."""
 
     has_entry: bool
     first_block: int
@@ -38,12 +38,12 @@ class StageParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegularPlan:
-    """A regular plan.
+    """A plan with the same number of replicas in every stage, and its facts for exports.
 
-    ``stages`` are its blocks, or None if the layers are not one layer, a row of blocks, and one layer (or the graph is
-    unknown). ``again`` is what is recomputed in the backward pass. ``family`` is that of a shipped model or a shape
-    file (``gpt``, ``resnet``), None for any other model; ``shape`` are the sizes of a decoder, under the file's own
-    names.
+    ``stages``: the stages in blocks; None if the model's layers are not one layer, a row of blocks and one layer, or if
+    the graph is unknown. ``again``: what is recomputed in the backward pass. ``family``: that of a shipped model or a
+    shape file (``gpt``, ``resnet``); None for any other model. ``shape``: the sizes of a decoder, under the names of
+    the shape file.
     """
 
     plan: Plan
@@ -65,17 +65,17 @@ class RegularPlan:
 
     @property
     def zero(self) -> int:
-        """What replicas shard (`GradientExchange.zero`); 0 for a single replica."""
+        """The ZeRO stage, 0 to 3 (`GradientExchange.zero`); 0 for a single replica."""
         return self.plan.exchange.zero if self.num_replicas > 1 else 0
 
     @property
     def shard_size(self) -> int:
-        """Replicas that shard states among each other; 1 if nothing is sharded."""
+        """Number of replicas that shard states among each other; 1 if nothing is sharded."""
         return self.plan.exchange.num_parts(self.num_replicas)
 
     @property
     def num_groups(self) -> int:
-        """Groups of such replicas."""
+        """Number of groups of replicas that shard states among each other."""
         return self.num_replicas // self.shard_size
 
     @property
@@ -85,12 +85,12 @@ class RegularPlan:
 
     @property
     def num_with_samples(self) -> int:
-        """Replicas as other systems count them: ranks of the expert axis have samples of their own."""
+        """Number of ranks with samples of their own: replicas, times the size of the expert axis."""
         return self.num_replicas * self.plan.sharding.expert
 
     @property
     def bucket_elements(self) -> int:
-        """Gradient elements in a bucket."""
+        """Number of gradient elements in a bucket."""
         return self.plan.exchange.bucket_bytes // self.plan.workload.numbers.gradient_bytes
 
     @property
@@ -100,14 +100,14 @@ class RegularPlan:
 
     @property
     def num_blocks(self) -> int | None:
-        """Blocks of the whole model, if known."""
+        """Number of blocks of the whole model; None if not known."""
         if self.stages is not None:
             return sum(stage.num_blocks for stage in self.stages)
         return self.shape["num_layers"] if self.shape else None
 
 
 def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> RegularPlan:
-    """Collect the facts; the plan's graph is needed for more than one stage, and for recompute.
+    """Return the facts of a plan for exports. ``graph`` is needed for several stages, and for recompute.
 
     Raises PlanError for a plan that is not a regular grid, not for training, or larger than its cluster, and for a
     plan with settings that no export supports.
@@ -120,7 +120,7 @@ def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Re
         raise PlanError(
             f"The stages have {', '.join(map(str, replicas))} replicas; other systems know only pipelines with the "
             "same number in every stage, so this plan cannot be expressed. Run it with `meshwright run`, or choose a "
-            "plan with equal replicas (`meshwright plan` lists them as `N each`)."
+            "plan with equal replicas (in the list of `meshwright plan`, one number under `dp`)."
         )
     if plan.num_microbatches % replicas[0] or any(len(set(stage.shares)) > 1 for stage in plan.stages):
         raise PlanError(
@@ -146,9 +146,9 @@ def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Re
 
 
 def read_shape(model: str) -> tuple[str | None, dict[str, Any]]:
-    """Family and sizes of a model that comes with Meshwright, or of a shape file, without loading torch.
+    """Return family and sizes of a shipped model, or of a shape file, without loading torch.
 
-    The files belong to `meshwright.zoo`; their keys are its shapes' fields. (None, {}) for any other model.
+    The files belong to `meshwright.zoo`; their keys are its shapes' fields. Returns (None, {}) for any other model.
     """
     if model.endswith(".toml"):
         data = read_data(Path(model).expanduser())
@@ -163,7 +163,7 @@ def read_shape(model: str) -> tuple[str | None, dict[str, Any]]:
 
 
 def describe_stages(facts: RegularPlan) -> str:
-    """Return the cut in layers: ``0:17, 17:34``."""
+    """Return the range of layers of each stage: ``0:17, 17:34``."""
     return ", ".join(f"{start}:{stop}" for start, stop in facts.plan.bounds)
 
 
@@ -184,8 +184,7 @@ def require_blocks(facts: RegularPlan, system: str) -> tuple[StageParts, ...]:
         raise PlanError(
             f"{system} cuts pipelines between the equal blocks of a transformer; the {len(facts.layer_names)} layers "
             f"of {facts.plan.model!r} ({names}, ...) are not a row of blocks with one layer before and one after it, "
-            f"so "
-            f"this plan of {format_count(facts.num_stages, 'stage')} cannot be expressed. A plan of one stage can "
+            f"so this plan of {format_count(facts.num_stages, 'stage')} cannot be expressed. A plan of one stage can "
             "(`meshwright plan --stages 1`)."
         )
     return facts.stages

@@ -1,6 +1,7 @@
-"""Settings: a file for another system, what the user has to fill in, and what the file cannot express; plans refused.
+"""Settings: a file for another system, what the user has to fill in, and what the file cannot express.
 
-`refuse_unknown` and its like refuse plans that exports cannot describe; `find_again` names a plan's recompute.
+Functions ``refuse_*`` and ``require_*`` raise for plans that an export cannot describe; `find_again` names a plan's
+recompute.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ class Unsaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A plan in another system's words.
+    """A plan as settings of another system.
 
-    ``values`` are the settings by their names there, ``text`` is the file with them (usually named ``file_name``),
-    ``start`` the line that uses it. ``version`` is the release whose names these are. ``has_comments``: the text starts
-    with the `notes`.
+    ``values`` maps names of settings in that system to values. ``text`` is the content of the file (usually named
+    ``file_name``), ``start`` the command that uses the file. ``version`` is the release whose names are used.
+    ``fill_in``: what the user has to add. ``unsaid``: what the file cannot express. ``has_comments``: the text starts
+    with the `notes` as comments.
     """
 
     system: str
@@ -67,7 +69,7 @@ def notes(start: str, fill_in: Sequence[str], unsaid: Sequence[Unsaid]) -> list[
 
 
 def comment(lines: Sequence[str], mark: str = "# ") -> str:
-    """Return lines as comments, whatever a name in them holds."""
+    """Return each line as a comment of one line, even if a name in it contains line ends."""
     return "".join(f"{mark}{' '.join(line.split())}\n" for line in lines)
 
 
@@ -89,10 +91,10 @@ SAID: dict[type, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSplit:
-    """What is recomputed in the backward pass.
+    """What a plan recomputes in the backward pass.
 
-    Nothing, attention, blocks except costly ops (`spec.recompute`: op), whole layers (``is_full``: every block),
-    or other ops.
+    ``kind``: nothing; attention; op: blocks except costly ops (`spec.recompute`); layers: whole layers, with the
+    indices ``layers`` (``is_full``: every block); ops: parts of layers.
     """
 
     kind: Literal["nothing", "attention", "op", "layers", "ops"] = "nothing"
@@ -152,14 +154,14 @@ def moves_all(offload: Offload) -> bool:
 
 
 def refuse_offload(plan: Plan, system: str, knows: str) -> None:
-    """Raise PlanError for a plan with offload, where a system ``knows`` other kinds of offload."""
+    """Raise PlanError: ``system`` cannot offload as the plan does; ``knows`` says in words what the system can do."""
     raise PlanError(
         f"The plan keeps {plan.offload.describe()}; {system} {knows}. Plan with another --offload, or without."
     )
 
 
 def find_again(plan: Plan, graph: Graph | None) -> RecomputeSplit:
-    """Return what the plan recomputes in its graph: attention, ops, whole layers, or other ops.
+    """Return what the plan recomputes, found from the ranges of ops in the plan and from the model's graph.
 
     Raises PlanError if the plan recomputes and no graph is given.
     """
@@ -192,7 +194,7 @@ def describe_axes(sharding: Sharding) -> str:
 
 
 def leading_blocks(facts: RegularPlan) -> int | None:
-    """Return N if exactly the first N blocks of every stage (or all, if fewer) are recomputed, else None."""
+    """Return N if the plan recomputes exactly the first N blocks of every stage (all, if it has fewer), else None."""
     if facts.again.kind != "layers" or facts.stages is None:
         return None
     counts = []
@@ -209,7 +211,7 @@ def leading_blocks(facts: RegularPlan) -> int | None:
 
 
 def require_even_tokens(facts: RegularPlan, system: str) -> None:
-    """Raise PlanError if the ranks of the axes cannot divide the sequence evenly, where its length is known."""
+    """Raise PlanError if the ranks of sequence and context parallelism cannot divide a known sequence length evenly."""
     sharding = facts.plan.sharding
     parts = (sharding.tensor if sharding.sequence_parallel else 1) * (
         2 * sharding.context if sharding.context > 1 else 1
@@ -219,13 +221,12 @@ def require_even_tokens(facts: RegularPlan, system: str) -> None:
         raise PlanError(
             f"{system} splits sequences into {parts} equal parts ({sharding.describe()}; two for each rank of the "
             f"context axis), and {length} tokens are not a multiple of that. Choose another --sequence-length, or "
-            f"other "
-            "sizes of the axes."
+            "other sizes of the axes."
         )
 
 
 def refuse_split_experts(facts: RegularPlan, system: str) -> None:
-    """Raise PlanError for experts with split ops: other systems give each rank only a part of the tokens there."""
+    """Raise PlanError for expert parallelism with another axis, with which other systems divide tokens otherwise."""
     sharding = facts.plan.sharding
     if sharding.expert > 1 and sharding.expert != sharding.width:
         raise PlanError(
@@ -235,7 +236,7 @@ def refuse_split_experts(facts: RegularPlan, system: str) -> None:
 
 
 def unsaid_experts(facts: RegularPlan, system: str, others: str) -> list[Unsaid]:
-    """Return what systems do differently with experts; ``others``: what they do with everything but experts."""
+    """Return what ``system`` does differently with experts. ``others``: what it does with all other layers."""
     if facts.plan.sharding.expert == 1:
         return []
     return [
@@ -248,7 +249,7 @@ def unsaid_experts(facts: RegularPlan, system: str, others: str) -> list[Unsaid]
 
 
 def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1) -> list[Unsaid]:
-    """Return, as not expressed: systems shard states over ranks of the context axis, too; plans do not."""
+    """Return, as not expressed, that ``system`` shards states over the context axis, too (from ``zero_from`` on)."""
     if facts.plan.sharding.context == 1 or facts.zero < zero_from:
         return []
     return [
@@ -260,7 +261,7 @@ def unsaid_states_of_context(facts: RegularPlan, system: str, zero_from: int = 1
 
 
 def unsaid_products(facts: RegularPlan) -> list[Unsaid]:
-    """Return types of matrix products that are not the type of a factor; systems leave them to the script."""
+    """Return matrix products in a type other than their factors', which systems leave to the script."""
     numbers = facts.plan.workload.numbers
     if not numbers.products:
         return []
@@ -273,7 +274,7 @@ def unsaid_products(facts: RegularPlan) -> list[Unsaid]:
 
 
 def unsaid_early_stop(system: str) -> Unsaid:
-    """Return, as not expressed, that systems recompute all of a block; plans omit the end that no backward reads."""
+    """Return, as not expressed, that ``system`` recomputes whole blocks; plans omit an end that no backward reads."""
     return Unsaid(
         what="the end of a block that no backward reads, omitted from recompute",
         reason=f"{system} recomputes all of it",

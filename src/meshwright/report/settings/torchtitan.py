@@ -44,7 +44,7 @@ POLICIES = {"full": "FullAC", "selective": "SelectiveAC"}
 
 
 def export_torchtitan(facts: RegularPlan) -> Settings:
-    """Return the config module for the plan. Raises PlanError where torchtitan cannot run it at all."""
+    """Return the config module of torchtitan for the plan. Raises PlanError if torchtitan cannot run the plan."""
     plan = facts.plan
     if plan.workload.numbers.values not in ("float32", "bfloat16") or plan.workload.numbers.autocast:
         raise PlanError(
