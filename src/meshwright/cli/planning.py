@@ -71,7 +71,7 @@ def make_cost_model(
 
 
 def print_misfit(error: NothingFitsError, as_json: bool) -> None:
-    """Print the memory of the plan that is nearest to fitting, rank by rank; the caller reports the error itself."""
+    """Print the memory of the plan that is nearest to fitting, rank by rank. The caller reports the error itself."""
     from meshwright.report import fit_table
 
     rows = error.nearest.memory_rows()

@@ -22,7 +22,7 @@ _MAX_LISTED = 20
 def show_records(path: Path, as_json: bool, other_options: bool) -> None:
     """Print the rows of a measurement table (.parquet) by device and op.
 
-    Raises DocumentError with ``other_options``: if other options than --json were given.
+    Raises DocumentError if ``other_options`` than --json were given.
     """
     from meshwright.records import read_records_at
 

@@ -86,7 +86,7 @@ def run(
 ) -> None:
     """Serve models over HTTP and gRPC (Open Inference Protocol v2), each request by its deadline.
 
-    Ctrl-C stops the server in order.
+    Ctrl-C stops the server: it answers the requests that it has, and accepts no further ones.
     """
     from meshwright.serving.policies.named import load_policy
 

@@ -483,7 +483,7 @@ ZOO = "zoo"
 
 
 def show_zoo(as_json: bool, other_options: bool) -> None:
-    """Print one row per shipped model. Raises DocumentError with ``other_options``: others than --json were given."""
+    """Print one row per shipped model. Raises DocumentError if ``other_options`` than --json were given."""
     if other_options:
         raise DocumentError(
             "`show zoo` lists the shipped models, as a table or with --json; no other option goes with it. Leave the "

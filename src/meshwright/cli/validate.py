@@ -39,7 +39,7 @@ def read_request(words: Sequence[str]) -> PlanRequest:
 
 
 def plan_words(words: Sequence[str]) -> Predicted:
-    """Search with these arguments of ``meshwright plan``, and return the best plan's figures. Raises what it raises."""
+    """Search with these arguments of ``meshwright plan``; return the best plan's figures. Raises as ``plan``."""
     from meshwright.validation.published import Predicted
 
     plans = find_plans(read_request(words), None).plans

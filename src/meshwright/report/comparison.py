@@ -168,7 +168,7 @@ def explain_difference(predicted: Timeline, measured: Timeline) -> str:
 
 
 def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> list[SlowRank]:
-    """Return ranks that are at least `SLOW` times slower than others at the same work; the slowest first."""
+    """Return ranks that take at least `SLOW` times as long as others for the same work; the slowest first."""
     # Replicas may compute different numbers of microbatches.
     seconds = seconds_by_kind(measured, per_span=True)
     wanted = _expected(seconds, predicted)

@@ -336,7 +336,7 @@ def load_scenario(reference: str | Path) -> Scenario:
 
 
 def load_scenarios(references: Sequence[str] | None) -> Scenario:
-    """Load all named scenarios into one, in their order."""
+    """Load the named scenarios and combine them into one, in the given order."""
     return compose([load_scenario(reference) for reference in references or ()])
 
 

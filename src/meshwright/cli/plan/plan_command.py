@@ -260,7 +260,7 @@ def read_choices(request: PlanRequest, graph: Graph, workload: Workload, counts:
 
 
 def closes_space(request: PlanRequest) -> bool:
-    """Return whether --schedule names one without bounds for the search; then only choices that options name vary."""
+    """Return whether --schedule names a schedule that the grid cannot bound; then only named choices vary."""
     from meshwright.planner.methods import OPEN_METHODS
     from meshwright.planner.methods.grid.cover import FLIGHTS
 

@@ -203,7 +203,7 @@ class PlanPlaces(NamedTuple):
 def order_best(
     plans: Plans, graph_for: Callable[[int], Graph], cost: CostModel, request: PlanRequest
 ) -> tuple[Plans, list[str]]:
-    """Search the fastest order of computations for the best plan; return the plans, that one first, and remarks."""
+    """Search the fastest order of computations for the best plan; return the plans, this plan first, and remarks."""
     from meshwright.planner import find_order
     from meshwright.planner.search import find_front
     from meshwright.program import unlower_plan
@@ -232,7 +232,7 @@ def order_best(
 def exchange_best(
     plans: Plans, graph_for: Callable[[int], Graph], cost: CostModel, request: PlanRequest, order: OwnOrder
 ) -> tuple[Plans, list[str]]:
-    """Let the best plan send its gradients in the user's ``order``; return the plans, that one first, and remarks."""
+    """Let the best plan send its gradients in the user's ``order``; return the plans, this plan first, and remarks."""
     from meshwright.planner import follow_own_order
 
     best = plans.best

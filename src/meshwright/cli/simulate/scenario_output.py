@@ -192,7 +192,7 @@ def _print_cases(
 
 
 def write_csv(sweep: Sweep) -> str:
-    """Return the cases as CSV: a line of names, then a line for each case; all digits, empty for missing values."""
+    """Return the cases as CSV: a line of names, and a line for each case. Missing values are empty."""
     names = [*(parameter.name for parameter in sweep.parameters), *sweep.figures]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

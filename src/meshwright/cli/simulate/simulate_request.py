@@ -25,7 +25,8 @@ PlanArgument = Annotated[
     Path,
     typer.Argument(
         metavar="PLAN",
-        help="A plan or a placement (.json) that `meshwright plan` wrote, or a deployment (.toml) that serves.",
+        help="A plan or a placement (.json) that `meshwright plan` wrote; for `simulate` also a deployment of "
+        "models to serve (.toml).",
     ),
 ]
 _OF_ONE = Of("plan", "placement")

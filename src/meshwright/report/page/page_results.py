@@ -23,7 +23,7 @@ MAX_DEVICES = 1024
 
 
 def cluster_part(cluster: Cluster) -> Row:
-    """Return the nodes of a cluster (the first `MAX_NODES`) with devices and links, and the kinds of devices."""
+    """Return the nodes of a cluster with links and devices (up to `MAX_NODES`, `MAX_DEVICES`), and the device kinds."""
     nodes, rank = [], 0
     for node in cluster.nodes[:MAX_NODES]:
         room = max(MAX_DEVICES - rank, 0)
