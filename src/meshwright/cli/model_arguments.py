@@ -323,7 +323,7 @@ def _changed_graphs(
     if isinstance(read_model_file(reference), Graph):
         raise ModelReferenceError(
             f"{reference!r} is a stored graph, which has no code that could be rewritten or run in parts. Give the "
-            "model's own reference."
+            "model itself, such as its name or file.py:function."
         )
     return cache(
         lambda size: (

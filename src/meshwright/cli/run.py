@@ -51,8 +51,8 @@ def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded
         )
     if calibrate and (not isinstance(document, Plan) or num_recorded < 2):
         raise typer.BadParameter(
-            "--calibrate needs a plan by layers and at least two recorded steps: some fit the corrections, the others "
-            "test them. Record more steps with --record, or leave --calibrate out."
+            "--calibrate needs a plan (no placement of ops) and at least two recorded steps: some fit the "
+            "corrections, the others test them. Record more steps with --record, or leave --calibrate out."
         )
     make_cost_model(load_cluster(document.cluster), table, document.workload.precision)
 

@@ -82,7 +82,7 @@ def show_costs(value: Any, document: str, estimating: CostRequest, batch_size: i
     if not isinstance(value, Graph):
         raise DocumentError(
             f"{document}: --cluster estimates the layers of a model, found a {type(value).__name__.lower()}. Give a "
-            "zoo name or a captured graph; `meshwright simulate` estimates a plan."
+            "shipped model's name or a captured graph; `meshwright simulate` estimates a plan."
         )
     machine = load_cluster(estimating.cluster or "")
     precision = choose_precision(estimating.precision, machine, value.mode)

@@ -164,7 +164,7 @@ def test_a_server_that_is_down(load):
     [
         ((), 1, "No arrivals were given"),
         (("--rate", 1, "--trace", "x"), 1, "--trace and --rate both set what arrives at the server"),
-        (("--deployment", "x.toml", "--model", "cat"), 1, "--deployment and --model both set what arrives at the server"),
+        (("--deployment", "x.toml", "--model", "cat"), 1, "--deployment and --model both set what arrives at"),
         (("--shape", 1), 1, "No arrivals were given"),
         (("--rate", 1, "--deadline", "50"), 2, "has no unit"),
         (("--rate", 1, "--out", "x.csv"), 1, "ends in .json"),

@@ -157,7 +157,7 @@ def files_to_write(model: str, out: Path | None, launch: Path | None, slurm: boo
     if files.script is not None and is_stored_graph(model):
         raise PlanError(
             f"A plan made from the stored graph {model!r} cannot be started: it has no code and no weights to run. "
-            "Plan from the model's own reference (a zoo name or path/to/file.py:function), or write the plan alone "
+            "Plan from the model itself (a shipped name or path/to/file.py:function), or write the plan alone "
             "with --out plan.json."
         )
     return files

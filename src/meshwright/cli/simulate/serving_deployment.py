@@ -312,7 +312,7 @@ def _refuse_swept(names: set[str], request: SimulateRequest) -> None:
 def _read_table(path: Path) -> Measurements:
     if path.suffix != ".json":
         raise DocumentError(
-            f"--measurements {path}: a deployment takes the measurements of one device, a file that ends in .json."
+            f"--measurements {path}: a deployment takes the measurements of one device. Give a file that ends in .json."
         )
     return read_document(Measurements, path)
 

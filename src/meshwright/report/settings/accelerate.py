@@ -69,8 +69,8 @@ def export_accelerate(facts: RegularPlan) -> Settings:
     way = _way(facts)
     if way == "megatron" and plan.workload.numbers.autocast:
         raise PlanError(
-            f"{SYSTEM} runs this plan by Megatron-LM, which has no autocast; it is for {plan.workload.precision}. Plan "
-            "with --precision mixed or float32."
+            f"{SYSTEM} runs this plan by Megatron-LM, which has no autocast; the plan has {plan.workload.precision}. "
+            "Plan with --precision mixed or float32."
         )
     if way == "megatron":
         values["megatron_lm_config"] = _megatron(facts)

@@ -143,8 +143,8 @@ def refuse_unknown(plan: Plan) -> None:
         )
     if unknown := unknown_choices(plan):
         raise PlanError(
-            f"The plan has {', '.join(unknown)}, which settings of other systems cannot express; without it they "
-            f"would describe another plan. Plan without it."
+            f"The plan has {', '.join(unknown)}, which settings of other systems cannot express, so "
+            f"they would describe another plan. Plan without it."
         )
 
 
