@@ -51,7 +51,7 @@ def test_long_traces_are_listed_in_part(run, tmp_path):
         (["--from", "absent"], 1, "cannot be read"),
         (["--from", "graph.txt", "--device", "V100", "--out", "m.json"], 1, "ends in .parquet"),
         (["--from", "graph.txt", "--device", "V100", "--out", "m.txt"], 1, "end in .json"),
-        (["gpt-tiny", "--from", "graph.txt"], 2, "--from times nothing"),
+        (["gpt-tiny", "--from", "graph.txt"], 2, "--from converts files and times nothing"),
         (["--cluster", "--from", "graph.txt"], 2, "--from and --cluster exclude each other"),
         (["gpt-tiny", "--links"], 2, "--links times transfers; give no MODEL"),
         (["--links", "--force"], 2, "--force belongs to --cluster"),
