@@ -113,7 +113,7 @@ def test_simulate_under_another_schedule(folder, capsys):
         (["simulate", "plan.json", "--schedule", "mine.py:egaer"], "did you mean 'eager'"),
         (["simulate", "plan.json", "--schedule", "missing.py:x"], "There is no file 'missing.py'"),
         (["simulate", "plan.json", "--against", "wrong.py:nothing"], "wrong.py:nothing returned None"),
-        (["simulate", "plan.json", "--schedule", "wrong.py:stuck"], "rank 0 stands before B0.0 (wrong.py:12)"),
+        (["simulate", "plan.json", "--schedule", "wrong.py:stuck"], "rank 0 waits before B0.0 (wrong.py:12)"),
         (
             [
                 "plan",

@@ -60,7 +60,7 @@ def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
         (["--tensor", 2, "--placement", "head=expert:output1"], "axis, which has size 1"),
         (["--tensor", 2, "--placement", "head"], "expected OP=AXIS:inputN"),
         (["--tensor", 2, "--placement", "hed=tensor"], "did you mean 'head'"),
-        (["--expert", 3, "--ranks", 6], "for 3 expert ranks, which have samples of their own"),
+        (["--expert", 3, "--ranks", 6], "for expert = 3 ranks, which compute different samples"),
         (["--tensor", 3], "divide a node, or cover whole nodes"),
         (["--tensor", 8], "which has 4 heads; expected a divisor of 4"),
         (["--tensor", 2, "--ranks", 3], "expected a multiple"),

@@ -110,15 +110,15 @@ def test_experts_beside_the_tensor_axis_are_whole_there(graph):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("ends", "something else than a histogram of sorted choices"),
-        ("rows", "fixes the number of rows"),
-        ("across", "does not keep the rows of each sample apart"),
-        ("down", "something else than sorted rows with parameters"),
+        ("ends", "something else than the cumulative sum of a histogram of the choices"),
+        ("rows", "has a fixed number of rows, but the router decides this number"),
+        ("across", "mixes the rows of different samples"),
+        ("down", "does not multiply sorted rows with a parameter"),
         ("back", "picks rows by something else"),
     ],
 )
 def test_rows_that_are_sorted_in_another_way_are_refused(change, words):
-    with pytest.raises(PlanError, match=f"mixture in '1': op .*{words}.*expert = 1"):
+    with pytest.raises(PlanError, match=f"mixture of experts in '1': op .*{words}.*expert = 1"):
         shard_graph(graph_of(change), Sharding(expert=2))
 
 

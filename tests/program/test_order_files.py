@@ -157,13 +157,13 @@ WRONG = {
     "other digits": (FORWARDS.replace("1F1", "1F\u0661"), r"is not an action"),
     "too large": (FORWARDS.replace("1F1", "1F99999999"), r"is not an action"),
     "no microbatch": (FORWARDS.replace("1F1", "1F"), r"has no number after F; expected that of a microbatch"),
-    "a number too much": ("0UNSHARD1," + FORWARDS, r"has a number after UNSHARD; expected none"),
+    "a number too much": ("0UNSHARD1," + FORWARDS, r"has a number after UNSHARD; expected no number"),
     "twice": (
         FORWARDS.replace("1F1", "1F0"),
-        r"orders\.csv:2: action 2, '1F0', stands twice; each microbatch runs once each way\. Correct the file",
+        r"orders\.csv:2: action 2, '1F0', comes twice; each microbatch runs once forward and once backward\. Correct",
     ),
-    "backward first": (FORWARDS.replace("1F0,1F1,1B0", "1B0,1F0,1F1"), r"action 1, '1B0', stands before its forward"),
-    "weights first": (FORWARDS.replace("1B0", "1W0,1I0"), r"'1W0', stands before its BackwardInput"),
+    "backward first": (FORWARDS.replace("1F0,1F1,1B0", "1B0,1F0,1F1"), r"action 1, '1B0', comes before its forward"),
+    "weights first": (FORWARDS.replace("1B0", "1W0,1I0"), r"'1W0', comes before its BackwardInput"),
     "another stage": (
         FORWARDS.replace("1F0,1F1", "0F0,0F1").replace("1B", "0B"),
         r"'0F0', is not for rank 1; expected stage 1 and a microbatch of 0, 1",
@@ -191,19 +191,19 @@ WRONG = {
     ),
     "sent too early": (
         "0SEND_F0,0F0,0F1,0B0,0B1\n1RECV_F0,1F0,1F1,1B0,1B1\n",
-        r"orders\.csv:1: action 1, '0SEND_F0', stands before what it sends",
+        r"orders\.csv:1: action 1, '0SEND_F0', comes before the computation whose value it sends",
     ),
     "received too late": (
         "0F0,0SEND_F0,0F1,0B0,0B1\n1F0,1RECV_F0,1F1,1B0,1B1\n",
-        r"orders\.csv:2: action 2, '1RECV_F0', stands after what needs it",
+        r"orders\.csv:2: action 2, '1RECV_F0', comes after what needs its value",
     ),
     "sent twice": (
         "0F0,0SEND_F0,0SEND_F0,0F1,0B0,0B1\n1RECV_F0,1F0,1F1,1B0,1B1\n",
-        r"'0SEND_F0', stands in line 1, too; expected it once",
+        r"'0SEND_F0', is also in line 1; expected it once",
     ),
     "sent from elsewhere": (
         "0F0,0F1,1RECV_F0,0B0,0B1\n1F0,0SEND_F0,1F1,1B0,1B1\n",
-        r"is of a stage or microbatch that its line does not compute",
+        r"belongs to a stage or microbatch that its line does not compute",
     ),
 }
 
@@ -230,8 +230,8 @@ def test_a_circle_is_named_with_lines_and_actions(tmp_path):
     for call in (lambda: build_program(plan, graph), lambda: picture_schedule(plan)):
         with pytest.raises(
             DeadlockError,
-            match=r"rank 0 stands before B0\.0 \(.*orders\.csv:1, action 2\), which needs B1\.0 of rank 1; "
-            r"rank 1 stands before F1\.1 \(.*orders\.csv:2, action 1\), which needs F0\.1 of rank 0",
+            match=r"rank 0 waits before B0\.0 \(.*orders\.csv:1, action 2\), which needs B1\.0 of rank 1; "
+            r"rank 1 waits before F1\.1 \(.*orders\.csv:2, action 1\), which needs F0\.1 of rank 0",
         ):
             call()
 

@@ -86,7 +86,7 @@ def test_a_deadlock_is_found_if_and_only_if_the_finished_program_would_stand_sti
     try:
         check_program(unchecked)
     except DeadlockError:
-        with pytest.raises(DeadlockError, match="stands before"):
+        with pytest.raises(DeadlockError, match="waits before"):
             build_program(plan, graph)
     else:
         assert build_program(plan, graph) == unchecked
@@ -152,7 +152,7 @@ def test_the_picture_of_named_schedules_has_the_papers_length(name, num_stages, 
 
 def test_what_nobody_could_look_at_is_not_drawn():
     _, plan = pipeline(2, 125_001)
-    with pytest.raises(PlanError, match="500,004 forwards and backwards; up to 500,000 are drawn"):
+    with pytest.raises(PlanError, match="500,004 forwards and backwards, but at most 500,000 can be drawn"):
         picture_schedule(plan)
 
 
@@ -215,7 +215,7 @@ WRONG = {
     "asks for itself": (
         "from meshwright.program import max_in_flight; yield max_in_flight(plan, stage)",
         ScheduleError,
-        "that would never end. Ask num_active",
+        "would call the schedule again, without end. Call num_active",
     ),
 }
 
@@ -256,8 +256,8 @@ def test_a_deadlock_names_the_circle_with_its_lines(tmp_path):
     for call in (lambda: build_program(plan, graph), lambda: picture_schedule(plan)):
         with pytest.raises(
             DeadlockError,
-            match=r"2 of 2 ranks wait in a circle.*rank 0 stands before B0\.0 \(.*mine\.py:12\), which needs B1\.0 of "
-            r"rank 1; rank 1 stands before F1\.1 \(.*mine\.py:11\), which needs F0\.1 of rank 0",
+            match=r"2 of 2 ranks wait for each other in a cycle.*rank 0 waits before B0\.0 \(.*mine\.py:12\), which "
+            r"needs B1\.0 of rank 1; rank 1 waits before F1\.1 \(.*mine\.py:11\), which needs F0\.1 of rank 0",
         ):
             call()
 
@@ -349,7 +349,7 @@ def test_functions_are_named_by_their_files(tmp_path, monkeypatch):
     main.__name__ = main.__qualname__ = "main"
     main.__module__ = "__main__"
     for function in (lambda plan, rank: iter(()), main, dict, print, object()):
-        with pytest.raises(ScheduleReferenceError, match=r"has to be a function at the top level of a file of its own"):
+        with pytest.raises(ScheduleReferenceError, match=r"Expected a function at the top level of another file"):
             with_schedule(plan, function)
 
 

@@ -96,7 +96,7 @@ def test_a_log_is_replayed_and_becomes_a_program(seed, size, contention, timers)
     assert again.log == run.log
     rang = (log.event_kind == EVENTS.index(Rang)) & (np.diff(log.issue_offsets) > 0)
     if rang.any():
-        with pytest.raises(ProgramError, match="a program has no clock to wait for"):
+        with pytest.raises(ProgramError, match="a program cannot wait for a time, only for instructions"):
             decided_program(program, log)
     else:
         made = decided_program(program, log)
@@ -227,9 +227,9 @@ REFUSED = {
     "handle 1": (Decision(issues=(compute(0, 1, waits=(1,)),)), r"waits for \(1,\); expected handles"),
     "mark": (Decision(issues=(compute(0, 1, waits=(-1,)),)), r"waits for \(-1,\); expected handles"),
     "need": (Decision(issues=(compute(0, 1, need=1),)), "needs 1 of 0 waits"),
-    "group": (Decision(issues=(compute(0, 1, group=(0, 9)),)), r"names the ranks \(0, 9\); there are 3"),
-    "no send": (Decision(issues=message(0, 1, 0, 1)[1:]), "it has no pending send"),
-    "no receive": (Decision(issues=message(0, 1, 0, 1)[:1]), "the controller issued no receive of it"),
+    "group": (Decision(issues=(compute(0, 1, group=(0, 9)),)), r"has the group \(0, 9\); expected ranks .* 3 ranks"),
+    "no send": (Decision(issues=message(0, 1, 0, 1)[1:]), "no send of this message is pending"),
+    "no receive": (Decision(issues=message(0, 1, 0, 1)[:1]), "the controller issued no receive of this message"),
     "twice": (Decision(issues=message(0, 1, 0, 1) * 2), "was issued twice"),
     "class": (Decision(issues=(compute(0, 9),)), "got class 9 and route -1; the costs have classes 0 to 1"),
     "no time": (Decision(issues=message(0, 1, 0, 0)), "takes less than 1 ps on its links"),
@@ -266,21 +266,24 @@ REFUSED |= {
     "wide bytes": (Decision(issues=message(0, 1, 0, 2**63)), r"from 0 to 2\^63 - 2 as its `num_bytes`"),
     "no instruction": (
         Decision(issues=(replace(SEND, instruction="F"),)),
-        r"'F' was issued; expected an instruction of `meshwright\.spec`",
+        r"issued 'F'; expected an instruction class of `meshwright\.spec`",
     ),
-    "half a rank": (Decision(issues=(replace(SEND, rank=0.5),)), "a rank or a need that is not a whole number"),
-    "waits in a list": (Decision(issues=(replace(SEND, waits=[0]),)), "waits or a group that are not a tuple of int"),
-    "half a moment": (Decision(timers=(Timer(at_ps=1.5),)), r"at_ps=1\.5.* must be whole numbers of at most 2\^63 - 2"),
-    "wide moment": (Decision(timers=(Timer(at_ps=2**63),)), r"must be whole numbers of at most 2\^63 - 2"),
-    "wide number": (Decision(timers=(Timer(at_ps=1, number=2**63),)), r"must be whole numbers of at most 2\^63 - 2"),
-    "generator": (Decision(issues=(issue for issue in (SEND,))), "issues of a decision are <generator .* a tuple of"),
-    "other timers": (Decision(timers=(5,)), r"timers of a decision are \(5,\); expected a tuple of `Timer`"),
+    "half a rank": (Decision(issues=(replace(SEND, rank=0.5),)), "has a wrong type; expected an int as `rank`"),
+    "waits in a list": (Decision(issues=(replace(SEND, waits=[0]),)), "expected tuples of int as `waits`"),
+    "half a moment": (
+        Decision(timers=(Timer(at_ps=1.5),)),
+        r"at_ps=1\.5.*; expected whole numbers of at most 2\^63 - 2",
+    ),
+    "wide moment": (Decision(timers=(Timer(at_ps=2**63),)), r"expected whole numbers of at most 2\^63 - 2"),
+    "wide number": (Decision(timers=(Timer(at_ps=1, number=2**63),)), r"expected whole numbers of at most 2\^63 - 2"),
+    "generator": (Decision(issues=(issue for issue in (SEND,))), "decision has issues=<generator .* a tuple of"),
+    "other timers": (Decision(timers=(5,)), r"decision has timers=\(5,\); expected a tuple of `Timer`"),
     "no decision": (None, r"`decide` returned \(.*, None\); expected its state and a `Decision`"),
     "send in compute": (Decision(issues=(replace(SEND, stream="compute"),)), "expected 'send', the stream of every"),
     "forward in send": (Decision(issues=(replace(forward(), stream="send"),)), "expected 'compute', the stream of"),
     "other bytes": (
         Decision(issues=(SEND, message(0, 1, 0, 7)[1])),
-        r"num_bytes=7\) was issued for Send\(.*expected as many bytes as are sent",
+        r"num_bytes=7\) was issued for Send\(.*expected the same `num_bytes` in both",
     ),
     "member of another": (
         Decision(
@@ -302,7 +305,7 @@ def test_decisions_that_break_a_rule_are_refused(case):
 
 
 def test_what_cannot_be_controlled_is_refused():
-    with pytest.raises(ProgramError, match=r"The instructions \(0,\) cannot be watched from 0 ps on, when they may"):
+    with pytest.raises(ProgramError, match=r"The instructions \(0,\) cannot be watched from 0 ps on, because they may"):
         run_script(1, [0, 1], Decision(timers=(Timer(at_ps=0),)), Decision(watch=(0,)))
     sums = tuple(
         Issue(rank=rank, stream="exchange", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1))
@@ -326,7 +329,7 @@ def test_a_log_that_does_not_fit_is_refused():
     log = simulate_controlled(program, costs, Script((first,)), issue_costs).log
     with pytest.raises(ProgramError, match=r"event 1 is the end of instruction 0 at 6 ps; the log has .* 0 at 5 ps"):
         simulate_controlled(program, replace(costs, duration_ps=np.array([0, 6])), log, issue_costs)
-    with pytest.raises(ProgramError, match="of 2 ranks with 0 instructions; the program has 3 and 0"):
+    with pytest.raises(ProgramError, match="of 2 ranks with 0 instructions; the given program has 3 ranks and 0"):
         simulate_controlled(*nothing(3, [0, 5]), log, issue_costs)
     shorter = make_log(2, 0, [(Started(next_handle=0), 0, first)])
     with pytest.raises(ProgramError, match="the log has nothing after its 1 decisions"):
@@ -472,5 +475,5 @@ def test_what_holds_links_or_is_sent_cannot_be_abandonable():
         simulate_controlled(program, costs, Script((Decision(issues=(computed,)),)), lambda *_: (0, 0))
     message = Send(stage=0, peer=1, microbatch=0, payload="gradient", num_bytes=1)
     sent = Issue(rank=0, stream="send", instruction=message, group=(0, 1), abandonable=True)
-    with pytest.raises(ProgramError, match="issued as abandonable; expected a computation"):
+    with pytest.raises(ProgramError, match="issued with `abandonable=True`; expected a computation"):
         simulate_controlled(program, costs, Script((Decision(issues=(sent,)),)), lambda *_: (0, -1))

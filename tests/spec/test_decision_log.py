@@ -111,7 +111,7 @@ def test_waits_for_later_decisions_and_unknown_marks_are_refused():
     waiting_for(1)
     with pytest.raises(DocumentError, match="column waits names what is issued in a later decision"):
         waiting_for(2)
-    with pytest.raises(ProgramError, match="its column waits names mark 0; the program has 0 marks"):
+    with pytest.raises(ProgramError, match="its column `waits` names mark 0, but the program has 0 marks"):
         check_fit(ProgramBuilder(1).build(schedule="test", plan_hash=""), waiting_for(-1))
 
 

@@ -1,16 +1,16 @@
-"""Plan → Program: schedules, transfers and gradient reduction, written as data for the simulator and the runtime.
+"""Turn a plan into a program: schedules, transfers and gradient reduction as data for the simulator and the runtime.
 
 sharding    the local graph of one rank where ops are split over several ranks, and their collectives; `plan_lowering`
-            turns such plans, and plans with recompute, into plain ones
-orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
+            turns plans that split ops or recompute into plans that do neither
+orders      the computations of each rank, in order: `schedules` by name, `own_schedules` from a user's function,
             `order_files` from a file in torch's format, `order_search` by a search
 program     `build_program` adds transfers (`stage_transfers`), inputs, gradient reduction and updates
-            (`gradient_exchange`, of `buckets`, in the order of `part_order`; `host_offload` on the host);
-            `endless_program` does it for asynchronous schedules, `placed_program` for placements, `pipeline_folding`
-            for one of many identical replicas
-at run time `controllers` decide what to add while a program runs, within the rules of `issuing`; `decided` records
-            their decisions as a program
-afterwards  `repeat_body` unrolls it, `picture_schedule` draws it
+            (`gradient_exchange`, of `buckets`, in the order of `part_order`; `host_offload` on the host).
+            `endless_program` builds programs of asynchronous schedules, `placed_program` those of placements,
+            `pipeline_folding` the program of one among many identical replicas
+at run time `controllers` decide which instructions to add while a program runs, within the rules of `issuing`;
+            `decided` records their decisions as a program
+afterwards  `repeat_body` unrolls a program, `picture_schedule` draws its schedule
 """
 
 from meshwright.program.buckets import Bucket, cut_pieces, exchange_of, gradient_buckets, num_bucket_copies

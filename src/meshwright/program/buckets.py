@@ -1,11 +1,11 @@
-"""Gradient buckets (`gradient_buckets`): which gradients are summed together, over which ranks; parts (`cut_parts`).
+"""Gradient buckets (`gradient_buckets`): the gradients that are summed together, and the ranks that sum them.
 
-A parameter is summed over all ranks that hold it: the replicas of its stage, and for a tied parameter the replicas of
-every stage that uses it; of a placement, the ranks that compute with it. Parameters with the same holders share buckets
-of up to ``bucket_bytes``, filled in the order in which a backward pass makes their gradients ready (the reverse of the
-forward order), so that the first bucket can be sent early; among the stages of a rank the later ones come first.
-Buckets of parameters that several stages share come after all others: then every rank reaches the collectives in one
-global order, without deadlock.
+The gradient of a parameter is summed over all ranks that hold it: the replicas of its stage, for a tied parameter the
+replicas of every stage that uses it, and under a placement the ranks that compute with it. Parameters with the same
+holders share buckets of up to ``bucket_bytes``. Buckets are filled in the order in which a backward pass makes
+gradients ready (the reverse of the forward order), so that the first bucket can be sent early. A rank with several
+stages sends the buckets of later stages first. Buckets of parameters that several stages share come last: then every
+rank reaches the collectives in one global order, without deadlock. `cut_parts` cuts large buckets into parts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from meshwright.spec.instructions import StreamName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients that are summed together. ``parameters`` are tensor ids in the order of readiness.
+    """Gradients that are summed together.
 
-    ``num_elements`` and ``num_bytes`` are the amount sent, in the precision of the workload.
-    ``axes``: where ranks are teams, the axes over which devices of each team also sum the gradients
-    (`spec.exchange`).
+    ``parameters`` are tensor ids, in the order in which a backward makes their gradients ready; ``stages`` and
+    ``ranks`` hold these parameters. ``num_elements`` and ``num_bytes`` are the amount sent, in the workload's gradient
+    precision. ``axes``: where a rank is a team of devices, the mesh axes over which the devices of each team sum these
+    gradients, too (`spec.exchange`).
     """
 
     index: int
@@ -44,16 +45,17 @@ class Bucket:
 
 
 def exchange_of(plan: Plan | Placement) -> GradientExchange:
-    """Return the gradient reduction of a plan, or the default one for a placement."""
+    """Return the plan's settings of the gradient reduction; the default settings for a placement."""
     return plan.exchange if isinstance(plan, Plan) else GradientExchange()
 
 
 @lru_cache(maxsize=64)
 def gradient_buckets(graph: Graph, plan: Plan | Placement) -> tuple[Bucket, ...]:
-    """Return all buckets, in the order in which every rank exchanges them; none without shared parameters.
+    """Return all buckets, in the order in which every rank sums them; () if no parameter is on several ranks.
 
-    Where gradients are scattered inside backwards (zero 2 and 3), buckets hold only parameters that stages share; the
-    replicas of a stage then synchronise in a bucket without parameters, because no scatter ends before all have come.
+    With ZeRO stages 2 and 3, gradients are reduce-scattered inside backwards, and buckets hold only parameters that
+    several stages share. The replicas of a stage then have one bucket without parameters: they synchronise there,
+    because no reduce-scatter ends before all replicas have entered it.
     """
     if isinstance(plan, Placement) and graph.mode != "training":
         return ()
@@ -95,7 +97,7 @@ def _order(item: tuple[tuple[tuple[int, ...], tuple[Axis, ...]], list[int]]) -> 
 
 
 def first_uses(graph: Graph) -> dict[int, int]:
-    """Return the first op that reads each tensor, by tensor."""
+    """Return, by tensor id, the index of the first op that reads the tensor."""
     first: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         for tensor in op.inputs:
@@ -104,7 +106,10 @@ def first_uses(graph: Graph) -> dict[int, int]:
 
 
 def fill_buckets(graph: Graph, parameters: list[int], plan: Plan | Placement) -> list[tuple[tuple[int, ...], int]]:
-    """Fill buckets of the plan's size with parameters in order; return parameters and bytes of each bucket."""
+    """Fill buckets of the plan's ``bucket_bytes`` with parameters in order; return (parameters, bytes) per bucket.
+
+    A bucket holds parameters of one dtype, and at least one parameter even if its gradient is larger than the bucket.
+    """
     filled: list[tuple[tuple[int, ...], int]] = []
     chosen: list[int] = []
     total = 0
@@ -122,10 +127,11 @@ def fill_buckets(graph: Graph, parameters: list[int], plan: Plan | Placement) ->
 
 
 def cut_pieces(sizes: Sequence[int], place: int, count: int) -> tuple[range, ...]:
-    """Return the part at index ``place`` of a bucket that is flattened and padded to ``count`` equal parts.
+    """Return which elements of a bucket's parameters lie in its part number ``place`` of ``count``.
 
-    ``sizes`` are numbers of elements of the bucket's parameters; the result has one range per parameter, of indices in
-    that part.
+    The bucket is flattened and padded to ``count`` equal parts. ``sizes`` are the numbers of elements of its
+    parameters. The result has one range per parameter: indices within that part, empty if the part has no element of
+    the parameter.
     """
     own = -(-sum(sizes) // count)
     ends = list(accumulate(sizes, initial=-place * own))
@@ -133,9 +139,10 @@ def cut_pieces(sizes: Sequence[int], place: int, count: int) -> tuple[range, ...
 
 
 def num_bucket_copies(plan: Plan | Placement) -> int:
-    """Return the number of buffers for the buckets of a stage.
+    """Return how many buffers a stage has for each of its buckets.
 
-    One, or with waves one that is filled, one that is summed, and D that wait.
+    Usually 1. The hetpipe schedule needs 2 + D with D = ``exchange.staleness``: one buffer is filled, one is summed,
+    and D wait.
     """
     return 2 + plan.exchange.staleness if isinstance(plan, Plan) and plan.schedule == WAVES else 1
 
@@ -148,9 +155,10 @@ Ids = NDArray[np.int64]
 # in the plan's ``sequence``, by default in the order of their numbers. Every rank skips those that it does not hold, so
 # that all ranks reach the collectives in one order.
 class Parts(NamedTuple):
-    """Columns of shape (parts,): bucket, first and last element, bytes, and place in the sequence of each part.
+    """All parts of all buckets, as columns of shape (parts,).
 
-    Bucket b has the parts ``offsets[b]:offsets[b + 1]``.
+    ``bucket`` is the index of the part's bucket; the part has its elements ``start:stop`` and ``num_bytes`` bytes.
+    ``place`` is its position in the order of sending. Bucket b has the parts ``offsets[b]:offsets[b + 1]``.
     """
 
     bucket: Ids
@@ -162,10 +170,10 @@ class Parts(NamedTuple):
 
 
 class PartRows(NamedTuple):
-    """Every part on every rank that holds it: columns of shape (rows,).
+    """Every part on every rank that holds it, as columns of shape (rows,).
 
-    ``ready`` is the handle, of an instruction or a mark, at which the rank has its gradients; ``group`` the number of
-    the group of all ranks that hold it.
+    ``place`` is the part's position in the order of sending. ``ready`` is the handle of the instruction or mark after
+    which the rank has the part's gradients. ``group`` is the number of the process group of all ranks that hold it.
     """
 
     part: Ids
@@ -189,9 +197,10 @@ def append_rows(
     stream: StreamName = "exchange",
     lane: int = 0,
 ) -> Ids:
-    """Append one instruction per row in ``order``, in which ranks ascend, to the stream of its rank.
+    """Append one instruction per row of ``order`` (indices of rows, by ascending rank) to a stream of the row's rank.
 
-    Returns their handles, shape (rows,), with -1 for rows that are not in the order.
+    ``num_bytes`` and ``group`` have one entry per row. Returns the instructions' handles, shape (rows,), with -1 for
+    rows that are not in ``order``.
     """
     handles = np.full(len(rows.rank), -1, np.int64)
     handles[order] = builder.extend(
@@ -209,7 +218,10 @@ def append_rows(
 
 
 def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
-    """Return the parts of a plan's buckets. Raises PlanError if the plan's sequence is not a permutation of them."""
+    """Cut buckets into parts of at most ``exchange.partition_bytes``; a bucket is one part if that is 0.
+
+    Raises PlanError if ``exchange.sequence`` is given and does not contain the number of each part once.
+    """
     whole = np.array([bucket.num_elements for bucket in buckets], np.int64)
     width = np.array([bucket.num_bytes for bucket in buckets], np.int64) // np.maximum(whole, 1)
     most = np.maximum(exchange.partition_bytes // np.maximum(width, 1), 1)
@@ -223,8 +235,8 @@ def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
         given = np.array(exchange.sequence, np.int64)
         if not np.array_equal(np.sort(given), place):
             raise PlanError(
-                f"The exchange has a sequence of {len(given)} parts, {list(given[:8])} ...; expected each of the parts "
-                f"0 to {len(place) - 1} once. Leave the sequence out, or let `schedule_exchange` write it."
+                f"The plan's exchange.sequence has {len(given)} entries, {list(given[:8])} ...; expected each of "
+                f"the parts 0 to {len(place) - 1} once. Leave `sequence` out, or let `schedule_exchange` write it."
             )
         place[given] = np.arange(len(given))
     start = number * share + np.minimum(number, rest)
@@ -233,7 +245,10 @@ def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
 
 
 def parts_of(parts: Parts, buckets: Ids) -> tuple[Ids, Ids]:
-    """Return, for buckets of shape (n,), all of their parts, concatenated, and the index of each part's bucket."""
+    """Return the numbers of all parts of the given buckets, concatenated, and for each part an index into ``buckets``.
+
+    ``buckets`` are bucket indices of shape (n,); both results have shape (parts of these buckets,).
+    """
     counts = np.diff(parts.offsets)[buckets]
     row = np.repeat(np.arange(len(buckets)), counts)
     first = np.cumsum(counts) - counts

@@ -1,9 +1,9 @@
-"""Plan → Program (`build_program`): the schedule's order, with transfers, gradient reduction and the optimizer.
+"""Build the program of a plan (`build_program`): computations, transfers, gradient reduction and optimizer steps.
 
-For each rank: `compute` runs the schedule's computations and, at the end, the optimizer; `send` and `receive` move the
-tensors that cross between stages on different ranks (`spec.slices` finds them, `stage_transfers` decides when);
-`exchange` sums gradients. `repeat_body` repeats the body, `reach_across` lets the gradient reduction of one step
-overlap the next.
+Each rank has several streams. `compute` runs the schedule's computations and, at the end, the optimizer; `send` and
+`receive` move the tensors that cross between stages on different ranks (`spec.slices` finds these tensors,
+`stage_transfers` decides when they move); `exchange` sums gradients. `repeat_body` unrolls several steps,
+`reach_across` lets the gradient reduction of one step overlap the next step.
 
 The input pipeline is a bounded queue: each rank that reads inputs of the graph has a loader, which fills a queue of
 depth q with one microbatch after the other. The loader works asynchronously, at its own rate, until the queue is full:
@@ -59,10 +59,11 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Repeated:
-    """The section, and for each of its n instructions and m marks where it comes from.
+    """An unrolled program: one section of n instructions and m marks, and where each of them comes from.
 
-    ``source`` (n,) and ``mark_source`` (m,) are rows in the concatenated columns of prologue, body and epilogue;
-    ``step`` (n,) numbers the repetitions of the body (the prologue counts as the first, the epilogue as the last).
+    ``source`` (n,) and ``mark_source`` (m,) are row numbers in the concatenated columns of prologue, body and epilogue.
+    ``step`` (n,) is the repetition of the body, from 0; the prologue has the number of the first repetition, the
+    epilogue that of the last.
     """
 
     section: Section
@@ -74,7 +75,8 @@ class Repeated:
 def repeat_body(program: Program, num_steps: int) -> Repeated:
     """Return prologue, ``num_steps`` repetitions of the body, and epilogue as one section.
 
-    Microbatches and versions increase with each repetition; late waits are resolved.
+    Microbatch and version numbers increase with each repetition. Late waits (for instructions of an earlier
+    repetition, see `spec.program`) become ordinary waits.
     """
     made = [section for _, section in program.sections()]
     which = [0, *[1] * num_steps, 2]
@@ -157,7 +159,10 @@ def _joins(parts: list[Section], new: list[Ids]) -> dict[str, Any]:
 # to backward. Source: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration" (SOSP
 # 2019), section 3.3.
 def reach_across(program: Program) -> Program:
-    """Return the program with its updates moved across the barrier between steps; unchanged if it has no updates."""
+    """Move each optimizer step to the next step, before its stage's first forward, so that sums overlap that step.
+
+    The returned program makes its last updates in the epilogue. A program without updates is returned unchanged.
+    """
     body = program.body
     updates = np.flatnonzero(body.opcode == Opcode.OPTIMIZER_STEP)
     if not len(updates):
@@ -247,10 +252,11 @@ def _wait_late(section: Section, rows: Ids, late: _Late, earlier: tuple[Ids | No
 
 
 def build_program(plan: Plan, graph: Graph) -> Program:
-    """Return the program of a plan; if the plan splits ops or recomputes, that of its local graph (`plan_lowering`).
+    """Return the program of a plan. If the plan splits ops or recomputes, stages are cut from its lowered graph.
 
-    Raises PlanError if the plan does not match the graph or its schedule; ScheduleReferenceError, ScheduleError or
-    DeadlockError if its own schedule changed, breaks a rule, or makes ranks wait for each other in a cycle.
+    (`plan_lowering.lower_plan` makes that graph.) Raises PlanError if the plan does not match the graph or its
+    schedule. For a user's own schedule, raises ScheduleReferenceError if its file or function changed, ScheduleError
+    if it breaks a rule, and DeadlockError if its ranks wait for each other in a cycle.
     """
     local_plan, local_graph = lower_plan(plan, graph)
     program = _build_program(local_plan, local_graph, find_schedule(plan), None)
@@ -258,7 +264,10 @@ def build_program(plan: Plan, graph: Graph) -> Program:
 
 
 def build_folded_program(fold: Fold, graph: Graph) -> Program:
-    """Return the program of ``fold.plan``, with the gradient sums of the whole plan. Raises as `build_program`."""
+    """Return the program of ``fold.plan``, one pipeline of many, with the gradient sums of the whole plan.
+
+    Raises the same errors as `build_program`.
+    """
     return _build_program(fold.plan, graph, find_schedule(fold.plan), fold)
 
 
@@ -308,7 +317,7 @@ def _microbatches_apart(plan: Plan) -> int:
 
 
 def forget_programs() -> None:
-    """Clear the cache of built programs, so that building one can be timed."""
+    """Clear the cache of `build_program`, so that a test can time the building of a program."""
     _build_program.cache_clear()
 
 
@@ -343,8 +352,8 @@ def _check_written_buffers(plan: Plan, graph: Graph, stage: StageSlice, order: O
         raise ScheduleError(
             f"{plan.schedule} runs the forward of microbatch {int(columns.microbatch[late])} on stage {stage.index} "
             f"after that of a later one{order.where(plan, late)}, but {writer.module or writer.name} of that stage "
-            "updates its running statistics in every forward, so the result would not be that of one process. Run the "
-            "forwards of such stages in the order of the microbatches."
+            "updates its running statistics in every forward, so the result would differ from training in one process. "
+            "Run the forwards of this stage in the order of the microbatches."
         )
 
 
@@ -356,7 +365,10 @@ def _writes_buffer(op: Op, stage: StageSlice) -> bool:
 def append_loads(
     builder: ProgramBuilder, computations: Sequence[Computations], stages: tuple[StageSlice, ...], depth: int
 ) -> None:
-    """Append the loads of all steps of a body; ``computations`` holds one entry per step."""
+    """Append the loads of input microbatches for all steps of a body, and the waits for them.
+
+    ``computations`` has one entry per step, ``depth`` is the length of each rank's queue in microbatches.
+    """
     reads = np.array([bool(stage.inputs) for stage in stages])
     num_ranks = len(computations[0].offsets) - 1
     for rank in range(num_ranks):

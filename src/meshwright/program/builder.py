@@ -1,6 +1,6 @@
-"""The builder of programs (`ProgramBuilder`): instructions come in any order; `build` puts the streams in order.
+"""The builder of programs (`ProgramBuilder`): it accepts instructions in any order and sorts them into streams.
 
-`sort_chunks` sorts instructions into streams, `deal_waits` distributes their waits.
+`sort_chunks` sorts instructions into streams, `deal_waits` lists the waits of each instruction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Column = NDArray[np.int32]
 
 
 class InstructionRows(NamedTuple):
-    """Instructions, a column each; see `spec.program.Section`."""
+    """Instructions as columns of shape (n,), with the meaning that they have in `spec.program.Section`."""
 
     opcode: NDArray[np.int8]
     stage: Column
@@ -39,9 +39,10 @@ _TYPES: tuple[type[np.generic], ...] = (np.int8, np.int32, np.int32, np.int32, n
 # Instructions come in chunks, and a chunk consists of pieces: runs of instructions of one stream. So few numbers
 # describe where everything goes, and columns are moved piece by piece.
 class Chunk(NamedTuple):
-    """Instructions that came together; piece k has ``lengths[k]`` of them, of the stream ``keys[k]``.
+    """Instructions that were appended by one call: piece k is ``lengths[k]`` instructions of the stream ``keys[k]``.
 
-    With ``form``, of shape (n,), only microbatches and groups are given one by one: all else is that of the form.
+    If ``form`` (shape (n,)) is given, ``rows.microbatch`` and ``rows.group`` have one entry per instruction; the other
+    columns have one entry per form, and instruction i takes entry ``form[i]``.
     """
 
     keys: Ids
@@ -51,7 +52,10 @@ class Chunk(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Instructions by stream: ``keys[s]`` has ``offsets[s]:offsets[s + 1]``; ``position``: the new index of each."""
+    """Instructions sorted by stream: stream ``keys[s]`` has the rows ``offsets[s]:offsets[s + 1]``.
+
+    ``position`` is the new row of each instruction, in the order in which instructions were appended.
+    """
 
     keys: Ids
     offsets: Ids
@@ -94,9 +98,10 @@ def sort_chunks(chunks: list[Chunk]) -> Sorted:
 
 
 def deal_waits(position: Column, waits: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
-    """Return offsets and waits, in CSR form, from pairs (waiting instructions, handles), by instruction.
+    """Return the waits of all instructions in CSR form: offsets of shape (instructions + 1,), and awaited ids.
 
-    Handles of marks, below 0, become numbers after those of instructions.
+    ``waits`` are pairs of arrays (waiting handles, awaited handles); ``position`` is the row of each instruction.
+    Handles of marks (-1, -2, ...) become the ids n, n + 1, ... after those of the n instructions.
     """
     offsets = np.zeros(len(position) + 1, np.int64)
     for waiting, _ in waits:
@@ -181,9 +186,8 @@ _ROW = struct.Struct("8q")
 class ProgramBuilder:
     """Collects the instructions of a program's body.
 
-    `append`, `extend` and `mark` return handles to wait for: instructions count up from 0, marks count down from -1.
-    Instructions of one stream run in the order in which they came; a handle may be awaited before the stream's order is
-    final.
+    `append`, `extend` and `mark` return handles, with which other instructions wait: instructions count up from 0,
+    marks count down from -1. Instructions of one stream run in the order in which they were appended.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -211,13 +215,15 @@ class ProgramBuilder:
         waits: Iterable[int] = (),
         need: int | None = None,
     ) -> int:
-        """Append one instruction to a stream of a rank; ``group`` names the ranks that take part in communication.
+        """Append one instruction to a stream of a rank and return its handle.
 
-        It continues when ``need`` of its waits have happened, by default all.
+        ``group`` lists the ranks that take part in a communication. The instruction starts when ``need`` of the handles
+        in ``waits`` have happened, by default all.
         """
         if not 0 <= rank < self._num_ranks:
             raise ProgramError(
-                f"{instruction} was given to rank {rank}; the program has ranks 0 to {self._num_ranks - 1}."
+                f"{instruction} was appended to rank {rank}; expected one of the program's ranks, 0 to "
+                f"{self._num_ranks - 1}."
             )
         if need is not None and (need < 1 or isinstance(instruction, Receive)):
             raise ProgramError(
@@ -249,10 +255,12 @@ class ProgramBuilder:
         form: NDArray[np.int32] | None = None,
         **columns: ArrayLike,
     ) -> Ids:
-        """Append many instructions to one kind of stream, ``offsets[r]:offsets[r + 1]`` for rank r; return handles.
+        """Append n instructions to the streams of one name on all ranks; return their handles, shape (n,).
 
-        ``columns`` are those of `Section`, except microbatch, peer or group where that is -1: each of shape (n,), or
-        one value for all. With ``form``, of shape (n,), they are given per form, except microbatches and groups.
+        Rank r gets the instructions ``offsets[r]:offsets[r + 1]``. ``columns`` are named as in `Section`, each of shape
+        (n,) or one value for all; by default ``microbatch``, ``peer`` and ``group`` are -1, ``version`` and
+        ``num_bytes`` 0. With ``form``, of shape (n,), instruction i takes row ``form[i]`` of all columns except
+        ``microbatch`` and ``group``, which still have one entry per instruction.
         """
         self._flush()
         lengths, count = np.diff(offsets), int(offsets[-1])
@@ -271,11 +279,11 @@ class ProgramBuilder:
         return np.arange(self._num_instructions - count, self._num_instructions)
 
     def group(self, ranks: tuple[int, ...]) -> int:
-        """Return the number of a group of ranks in the program, for the column ``group``."""
+        """Return the number of a process group of ``ranks``, for the column ``group``; add the group if it is new."""
         return self._groups.setdefault(ranks, len(self._groups))
 
     def wait(self, instruction: int, handle: int) -> None:
-        """Make an appended instruction wait for one more handle."""
+        """Make an appended instruction also wait for ``handle``."""
         self._waiting.append(instruction)
         self._awaited.append(handle)
 
@@ -288,11 +296,14 @@ class ProgramBuilder:
         self._late.append((instructions, handles, np.broadcast_to(np.asarray(lag, np.int64), instructions.shape)))
 
     def join_each(self, instructions: Ids, need: NDArray[np.integer]) -> None:
-        """Make each instruction continue when ``need`` of its waits have happened, shape (n,)."""
+        """Make instruction i start when ``need[i]`` of its waits have happened; both of shape (n,)."""
         self._joins.update(zip(instructions.tolist(), need.tolist(), strict=True))
 
     def mark(self, instruction: int, bucket: int) -> int:
-        """Make an instruction raise a mark when ``bucket`` is ready; return the handle of the mark."""
+        """Make an instruction raise a mark when the gradients of ``bucket`` are ready; return the mark's handle.
+
+        For copies of activations, ``bucket`` is -1 - the number of a layer (see `mark_index` in `spec.program`).
+        """
         self._raising.append(instruction)
         self._ready.append(bucket)
         return -len(self._raising)
@@ -305,7 +316,10 @@ class ProgramBuilder:
         return -1 - np.arange(first, len(self._raising))
 
     def build(self, *, schedule: str, plan_hash: str) -> Program:
-        """Return the program whose body has all appended instructions."""
+        """Return the program whose body has all appended instructions; its prologue and epilogue are empty.
+
+        Raises ProgramError if an instruction needs more waits than it has.
+        """
         self._flush()
         keys, stream_offsets, rows, position = sort_chunks(self._chunks)
         streams = tuple(

@@ -1,8 +1,9 @@
-"""Expand instructions of a program into the collectives expected inside their spans, one by one and with their bytes.
+"""Expand instructions of a program into the collectives that run inside them (`Expansion`), each with its bytes.
 
-A forward, a backward or an update is one instruction; the collectives inside it, of a team and of
-replicas that shard parameters, are described by the local graph (`sharding`, `Graph.collectives`) and `sharding.zero`.
-The simulator estimates them as a part of the span; here they are listed in the order in which they are issued.
+A forward, a backward or an update is one instruction, but collectives run inside it: those of a team (tensor, context
+or expert parallelism), described by the local graph's `Graph.collectives`, and those of replicas that shard parameters
+(`sharding.zero`). The simulator counts them as a part of the instruction's time; here they are listed one by one, in
+the order in which they are issued.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _ROOT = -1
 
 
 class SizedCollective(NamedTuple):
-    """A collective of full tensors of ``num_bytes``, of the ranks of an axis or of a stage's replicas.
+    """One collective: its kind, the ranks that take part, and the bytes of the full tensor.
 
-    "replicas" are those that shard states among themselves, "across" those with the same shard in each such group.
+    ``axis`` is a mesh axis of a team, "replicas" for the replicas of a stage that shard states among themselves, or
+    "across" for the ranks that hold the same shard in each such group of replicas.
     """
 
     kind: str
@@ -53,10 +55,10 @@ _GATHER, _AGAIN, _OWN, _SCATTER, _ACROSS = range(5)
 
 
 class Expansion:
-    """Expands the instructions of one rank, in the order in which they are issued.
+    """Lists the collectives inside the instructions of one rank; call `expand` in the order of issue.
 
-    ``plan`` and ``graph`` are the local ones (`plan_lowering`), ``stages`` those of the rank. Parameters gathered for
-    one microbatch serve others in flight, until a backward frees them.
+    ``plan`` and ``graph`` are lowered (`plan_lowering`), ``stages`` are those of the rank. The order matters, because
+    parameters that were gathered for one microbatch also serve the others in flight, until a backward frees them.
     """
 
     def __init__(self, plan: Plan, graph: Graph, stages: Sequence[StageSlice], rank: int) -> None:
@@ -90,7 +92,7 @@ class Expansion:
         self._done = dict.fromkeys(self._units, 0)
 
     def expand(self, instruction: Instruction) -> list[SizedCollective]:
-        """Return the collectives inside an instruction; none for instructions that are collectives themselves."""
+        """Return the collectives inside a forward, backward or optimizer step, in order; [] for other instructions."""
         match instruction:
             case Forward(stage=stage):
                 return _in_order([*self._inside(stage, "forward"), *self._gathers(stage)])

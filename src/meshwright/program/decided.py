@@ -1,9 +1,9 @@
-"""A finished controlled run as an ordinary program (`decided_program`); a controller's checked answer (`read_answer`).
+"""Turn a finished run under a controller into an ordinary program (`decided_program`); check decisions (`read_answer`).
 
-Issued instructions are in the program's streams, after its own. That nothing begins before its decision becomes a wait.
-A decision is made when a watched instruction h ends, so the first instruction of the decision in each stream also waits
-for h. A join that needs k of n waits must not count h among the k: it gets h n - k + 1 times and needs n + 1, which it
-has when h and k of the others have happened.
+The instructions that the controller issued follow the program's own in each stream. In the run, no instruction began
+before its decision; in the program, a wait ensures this. A decision is made when a watched instruction h ends, so the
+first instruction of the decision in each stream also waits for h. A join that needs k of n waits must not count h among
+the k: it gets n - k + 1 waits for h and needs n + 1 waits, which have happened when h and k others have happened.
 """
 
 from __future__ import annotations
@@ -30,20 +30,28 @@ _MOST, _MOST_WIDE = 2**31 - 1, 2**63 - 2
 # Checked are its types, numbers that its log can hold, and streams of its issues. `issuing` checks the issues against
 # each other and the program.
 def read_answer(answer: Any) -> tuple[Any, Decision]:
-    """Split the result of `Controller.decide` into state and decision. Raises ProgramError if it is something else."""
+    """Split the result of `Controller.decide` into state and decision.
+
+    Raises ProgramError if it is not a pair of a state and a `Decision`, or if a field of the decision has a wrong type
+    or range.
+    """
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Decision)):
         raise ProgramError(
-            f"The controller's `decide` returned {_show(answer)}; expected its state and a `Decision`. End it with "
-            "`return state, decision`, or `return state, NOTHING`."
+            f"The controller's `decide` returned {_show(answer)}; expected its state and a `Decision`. End `decide` "
+            "with `return state, decision`, or `return state, NOTHING`."
         )
     state, decision = answer
     for name, kind in (("issues", Issue), ("timers", Timer), ("watch", int), ("abandon", int)):
         items = getattr(decision, name)
         if not _is_tuple_of(items, kind):
-            raise ProgramError(f"The {name} of a decision are {_show(items)}; expected a tuple of `{kind.__name__}`.")
+            raise ProgramError(
+                f"A controller's decision has {name}={_show(items)}; expected a tuple of `{kind.__name__}`."
+            )
     for timer in decision.timers:
         if not all(isinstance(value, int) and value <= _MOST_WIDE for value in (timer.at_ps, timer.number)):
-            raise ProgramError(f"{timer} was set; its time (ps) and number must be whole numbers of at most 2^63 - 2.")
+            raise ProgramError(
+                f"A controller set {timer}; expected whole numbers of at most 2^63 - 2 as its `at_ps` and `number`."
+            )
     for issue in decision.issues:
         _check_issue(issue)
     return state, decision
@@ -53,19 +61,25 @@ def _check_issue(issue: Any) -> None:
     instruction = issue.instruction
     kind = type(instruction)
     if kind not in _STREAMS:
-        raise ProgramError(f"{_show(instruction)} was issued; expected an instruction of `meshwright.spec`.")
+        raise ProgramError(
+            f"A controller issued {_show(instruction)}; expected an instruction class of `meshwright.spec`."
+        )
     for name in _NUMBERS[kind]:
         most, range_ = (_MOST_WIDE, "2^63 - 2") if name == "num_bytes" else (_MOST, "2^31 - 1")
         if not _is_number(getattr(instruction, name), most):
-            raise ProgramError(f"{instruction} was issued; expected a whole number from 0 to {range_} as its `{name}`.")
+            raise ProgramError(
+                f"A controller issued {instruction}; expected a whole number from 0 to {range_} as its `{name}`."
+            )
     if getattr(instruction, "payload", "activation") not in ("activation", "gradient"):
-        raise ProgramError(f"{instruction} was issued; expected 'activation' or 'gradient' as its `payload`.")
+        raise ProgramError(f"A controller issued {instruction}; expected 'activation' or 'gradient' as its `payload`.")
     if not (isinstance(issue.rank, int) and (issue.need is None or isinstance(issue.need, int))):
-        raise ProgramError(f"{issue} has a rank or a need that is not a whole number; expected an int.")
+        raise ProgramError(f"{issue} has a wrong type; expected an int as `rank`, and an int or None as `need`.")
     if not (isinstance(issue.watched, bool) and isinstance(issue.abandonable, bool)):
-        raise ProgramError(f"{issue} has a `watched` or `abandonable` that is not a bool; expected True or False.")
+        raise ProgramError(f"{issue} has a wrong type; expected True or False as `watched` and `abandonable`.")
     if not (_is_tuple_of(issue.waits, int) and _is_tuple_of(issue.group, int)):
-        raise ProgramError(f"{issue} has waits or a group that are not a tuple of int; expected handles, and ranks.")
+        raise ProgramError(
+            f"{issue} has a wrong type; expected tuples of int as `waits` (handles) and as `group` (ranks)."
+        )
     if issue.stream in STREAM_NAMES and issue.stream != _STREAMS[kind]:
         raise ProgramError(
             f"{instruction} was issued to stream {issue.stream!r} of rank {issue.rank}; expected {_STREAMS[kind]!r}, "
@@ -91,22 +105,26 @@ Ids = NDArray[np.int64]
 
 
 def decided_program(program: Program, log: DecisionLog) -> Program:
-    """Return the program that a controller made of ``program``; it takes the time of the controlled run.
+    """Return ``program`` with all instructions that a controller issued; it takes the same time as the controlled run.
 
-    Raises ProgramError if the log is of another program, or if instructions were issued when a timer rang, because a
-    program has no clock to wait for.
+    Raises ProgramError if the log belongs to another program, or if instructions were issued when a timer rang: a
+    program cannot wait for a time, only for instructions.
     """
     timed = (log.event_kind == EVENTS.index(Rang)) & (np.diff(log.issue_offsets) > 0)
     if timed.any():
         raise ProgramError(
-            f"Decision {int(np.argmax(timed))} issued instructions when a timer rang; a program has no clock to wait "
-            "for. Replay the log instead, or let a watched instruction take that time."
+            f"Decision {int(np.argmax(timed))} issued instructions when a timer rang; a program cannot wait for a "
+            "time, only for instructions. Replay the log instead, or let a watched instruction take that time."
         )
     return write_decided(program, log, _released_by(log))
 
 
 def write_decided(program: Program, log: DecisionLog, released_by: Ids) -> Program:
-    """Return the program with issued instructions appended; row i also waits for ``released_by[i]`` (-1: nothing)."""
+    """Return the program with the log's issued instructions appended.
+
+    Issued instruction i also waits for the handle ``released_by[i]``; -1 adds no wait. Raises ProgramError if the log
+    does not fit the program.
+    """
     body, issued = program.body, log.issued
     check_fit(program, log)
     builder = ProgramBuilder(program.num_ranks)
@@ -140,14 +158,17 @@ def write_decided(program: Program, log: DecisionLog, released_by: Ids) -> Progr
 
 
 def static_order(program: Program, log: DecisionLog) -> Ids:
-    """Return the handle of each instruction of the decided program, in its order."""
+    """Return the controlled run's handle of each instruction of `decided_program`, in the order of its rows."""
     rank, place = ranks_and_places(program, log)
     order: Ids = np.argsort(rank * len(STREAM_NAMES) + place, kind="stable")
     return order
 
 
 def ranks_and_places(program: Program, log: DecisionLog) -> tuple[Ids, Ids]:
-    """Return the rank, and the index of the stream in `STREAM_NAMES`, of each handle."""
+    """Return the rank of each handle, and the index of its stream in `STREAM_NAMES`; both of shape (handles,).
+
+    The program's own instructions come first, then the issued ones.
+    """
     lengths = np.diff(program.body.stream_offsets)
     ranks = np.array([stream.rank for stream in program.streams], np.int64)
     places = np.array([STREAM_NAMES.index(stream.name) for stream in program.streams], np.int64)
@@ -158,19 +179,19 @@ def ranks_and_places(program: Program, log: DecisionLog) -> tuple[Ids, Ids]:
 
 
 def check_fit(program: Program, log: DecisionLog) -> None:
-    """Raise ProgramError unless a log can belong to a program."""
+    """Raise ProgramError if a log belongs to another program: different numbers of ranks, instructions or marks."""
     ours = program.num_ranks, program.body.num_instructions
     theirs = log.num_ranks, log.num_instructions
     if ours != theirs:
         raise ProgramError(
-            f"The log of decisions is of a program of {theirs[0]} ranks with {theirs[1]} instructions; the program has "
-            f"{ours[0]} and {ours[1]}. Give the program that the controller extended."
+            f"The log of decisions belongs to a program of {theirs[0]} ranks with {theirs[1]} instructions; the given "
+            f"program has {ours[0]} ranks and {ours[1]} instructions. Give the program that the controller extended."
         )
     num_marks = len(program.body.mark_instruction)
     if (log.issued.waits < -num_marks).any():
         raise ProgramError(
-            f"The log of decisions is damaged, or of another program: its column waits names mark "
-            f"{-1 - int(log.issued.waits.min())}; the program has {num_marks} marks. Give the program that the "
+            f"The log of decisions is damaged, or belongs to another program: its column `waits` names mark "
+            f"{-1 - int(log.issued.waits.min())}, but the program has {num_marks} marks. Give the program that the "
             "controller extended."
         )
 

@@ -1,13 +1,15 @@
 """Programs of asynchronous schedules: prologue, a body that repeats, epilogue.
 
-Each is written as one run with the body once, like any other program, and then cut into sections: computations as the
-schedule says, a message with the computation that it waits for or that waits for it, an all-reduce with its backward.
-Waits across a cut are omitted. A send and its receive still match by their absolute number (`spec.program`); without
-the others, which hold receives back until earlier computations are near their end, a few receives are issued early.
+Each program is first built as one run in which the body occurs once, like a synchronous program, and then cut into
+sections. The schedule gives the section of each computation. A send or receive is in the section of the computation
+that it follows or precedes, an all-reduce in the section of its backward. Waits between sections are omitted: sends and
+receives still match by microbatch number (`spec.program`). Other omitted waits only hold receives back until earlier
+computations are near their end, so that a few receives are issued early.
 
-A merge may wait for the sum of a wave in another section or repetition of the body (`find_late_waits`). The prologue
-has P waves, the body one. A merge waits for the sum of D waves before its own. Let it be the i-th of the section at
-place x: x = r for repetition r of the body (i = 0), x = n for the epilogue after n of them. For i < D that sum is
+A merge (of the hetpipe schedule, which applies a summed wave) may wait for the sum of a wave in another section or
+repetition of the body (`find_late_waits`). The prologue has P waves, the body one. A merge waits for the sum of D waves
+before its own. Let it be merge i of the section at position x: x = r for repetition r of the body (where i = 0), x = n
+for the epilogue after n repetitions. For i < D that sum is
 
     x + i >= D    the sum of the body, D - i repetitions before
     x + i < D     the sum of wave P + x + i - D of the prologue, which is x + 1 repetitions before
@@ -39,7 +41,7 @@ Ids = NDArray[np.int64]
 def build_endless(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings: Crossings) -> Program:
     """Return the program of a plan with an asynchronous schedule.
 
-    Raises PlanError for what the schedule does not support, including parameters that several stages share.
+    Raises PlanError if several stages share a trained parameter, because they would update it at different times.
     """
     _check_ties(plan, graph, stages)
     orders = [_without(endless_order(plan, rank), stages, graph) for rank in range(plan.num_ranks)]
@@ -71,9 +73,9 @@ def _check_ties(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> Non
     shared = next(((i, held) for i, held in holders.items() if len(held) > 1), None)
     if shared is not None:
         raise PlanError(
-            f"The schedule {plan.schedule} was given stages {shared[1]} that share the parameter "
-            f"{graph.tensors[shared[0]].name!r}. They update it at different times, so it would no longer be one "
-            "parameter. Choose a synchronous schedule, or stages that do not share it."
+            f"Under the schedule {plan.schedule}, stages update their weights at different times, but stages "
+            f"{shared[1]} share the parameter {graph.tensors[shared[0]].name!r}, and their copies would differ. Choose "
+            "a synchronous schedule, or cut the model so that one stage has all uses of the parameter."
         )
 
 
@@ -178,7 +180,11 @@ def _place(program: Program, computed_in: NDArray[np.int8]) -> NDArray[np.int8]:
 
 
 class LateWaits(NamedTuple):
-    """Waiting and awaited ids, and the lag in repetitions, in the program with the body once; shape (n,)."""
+    """Waits across repetitions of the body, as columns of shape (n,).
+
+    ``waiting`` and ``awaited`` are instruction ids of the program in which the body occurs once; ``lag`` is the number
+    of repetitions between them.
+    """
 
     waiting: Ids
     awaited: Ids
@@ -186,7 +192,10 @@ class LateWaits(NamedTuple):
 
 
 def find_late_waits(program: Program, part: NDArray[np.int8], staleness: int) -> LateWaits:
-    """Return the late waits of a program with the body once; ``part`` gives the section of each instruction."""
+    """Return the waits of merges for sums of an earlier repetition; none if ``staleness`` is 0.
+
+    ``program`` has the body once, not yet cut into sections; ``part`` is the section of each of its instructions.
+    """
     whole, found = program.body, [np.zeros((0, 3), np.int64)]
     compute: Ids = np.zeros(0, np.int64)
     for number, stream in enumerate(program.streams if staleness else ()):

@@ -1,13 +1,13 @@
-"""Gradient sums and updates of a synchronous program: what follows the last backward of each stage (`append_exchange`).
+"""Gradient sums and updates of a synchronous program (`append_exchange`): the instructions after the last backwards.
 
-    sums     after the last backward of a stage, or with overlap inside it, its buckets are summed, whole or in parts:
-             by collectives, in two levels (`append_hierarchical`, `append_hybrid`), or by parameter servers
-             (`append_servers`)
-    agreed   then all ranks all-reduce single numbers: the norm of all gradients, whether one is infinite
-    steps    every stage is updated
-    back     with a sharded optimizer, sums were scattered and a step updated the rank's shard, so parameters are
-             gathered; in local SGD gradients were not summed, and parameters are averaged now. Those of the first
-             layers come first, and the first forward of a stage in the next step waits for them
+    sums     after the last backward of a stage, or with overlap inside it, the stage's buckets are summed, whole or in
+             parts: by collectives, by collectives on two levels (`append_hierarchical`, `append_hybrid`), or by
+             parameter servers (`append_servers`)
+    agreed   then all ranks all-reduce single numbers: the norm of all gradients, whether a gradient is infinite
+    steps    the optimizer updates every stage
+    back     with a sharded optimizer, sums were reduce-scattered and a step updated the rank's shard, so parameters are
+             all-gathered; in local SGD gradients were not summed, and parameters are averaged instead. Parameters of
+             the first layers come first; the first forward of a stage in the next step waits for its parameters
 
 A *seat* is a stage on one of its ranks, numbered as in `stage_transfers.Computations.replicas`.
 """
@@ -48,7 +48,10 @@ _NEAR = 0.1
 # 2014); Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
 # Clusters" (OSDI 2020), section 4.1.
 def server_shares(num_training: int, servers: tuple[int, ...]) -> NDArray[np.float64]:
-    """Return the share of each server of all bytes, shape (servers,); ranks 0 to ``num_training`` - 1 train."""
+    """Return the fraction of all bytes that each server sums, shape (servers,).
+
+    Ranks 0 to ``num_training`` - 1 train; ``servers`` are ranks, which may also train.
+    """
     n, k = num_training, sum(server >= num_training for server in servers)
     both = 0 < k <= n and len(servers) == n + k and n > 1
     if not both:
@@ -58,7 +61,10 @@ def server_shares(num_training: int, servers: tuple[int, ...]) -> NDArray[np.flo
 
 
 def assign_parts(num_bytes: Ids, shares: NDArray[np.float64]) -> Ids:
-    """Return each part's index among the servers: parts go in order to the server with least of its share."""
+    """Return the index of the server of each part, shape (parts,).
+
+    Each part, in order, goes to the server that has the fewest bytes so far in relation to its fraction in ``shares``.
+    """
     load, chosen = np.zeros(len(shares)), np.empty(len(num_bytes), np.int64)
     for part, size in enumerate(num_bytes.tolist()):
         filled = np.divide(load, shares, out=np.full(len(shares), np.inf), where=shares > 0)
@@ -68,9 +74,10 @@ def assign_parts(num_bytes: Ids, shares: NDArray[np.float64]) -> Ids:
 
 
 def append_servers(builder: ProgramBuilder, rows: PartRows, num_training: int, exchange: GradientExchange) -> Ids:
-    """Append pushes, sums and pulls of parameter servers; return the handle of each row's sum on its rank.
+    """Append pushes, sums and pulls of parameter servers; return, by row, the handle after which the rank has the sum.
 
-    With credit, a rank pushes a part when the sums of all but that many bytes before it have arrived.
+    With ``exchange.credit_bytes``, a rank pushes a part only while the bytes that it pushed and has not yet pulled
+    back, this part included, are within that limit.
     """
     # One row of each part, in the sequence of parts.
     one = np.unique(rows.part, return_index=True)[1]
@@ -173,9 +180,10 @@ def _wait_for_credit(builder: ProgramBuilder, rows: PartRows, pushes: Ids, pulls
 #     hybrid         groups are those that shard states (`GradientExchange.shard_size`), which gather parameters after
 #                    the update. Sums across groups have a lane of their own, too: each follows its scatter
 def append_hierarchical(builder: ProgramBuilder, rows: PartRows, buckets: tuple[Bucket, ...], node_size: int) -> Ids:
-    """Append the three collectives of each row; return the handle at which each row's rank has the sum.
+    """Append a reduce-scatter in the node, an all-reduce across nodes and an all-gather in the node for each row.
 
-    Raises PlanError if a bucket has different numbers of ranks on its nodes.
+    Returns, by row, the handle after which the row's rank has the sum. Raises PlanError if a bucket has different
+    numbers of ranks on its nodes.
     """
     inside, across, place, size = _find_groups(builder, rows, buckets, partial(_nodes, node_size=node_size))
     share = rows.num_bytes // size + (place < rows.num_bytes % size)
@@ -199,7 +207,11 @@ def append_hybrid(
     exchange: GradientExchange,
     gradient_bytes: int,
 ) -> tuple[Ids, Ids]:
-    """Append the scatters of each row and sums across groups; return, by row, handles of the sums and inner groups."""
+    """Append a reduce-scatter in the group that shards states, and an all-reduce across such groups, for each row.
+
+    Returns, by row, the handle of the last of these collectives and the number of the sharding group. There is no
+    all-reduce for a bucket whose ranks are all in one group. ``gradient_bytes``: bytes of one element.
+    """
     inside, across, _, size = _find_groups(builder, rows, buckets, exchange.shard_groups)
     order = np.lexsort((rows.place, rows.rank))
     scattered = append_rows(builder, rows, order, Opcode.REDUCE_SCATTER, rows.num_bytes, inside)
@@ -263,7 +275,7 @@ _NUMBER_BYTES = 4
 
 
 class ExchangeSeats(NamedTuple):
-    """Stage, rank and index of the last backward of each seat, shape (seats,)."""
+    """Stage, rank, and index (in `Computations`) of the last backward of each seat; columns of shape (seats,)."""
 
     stage: Ids
     rank: Ids
@@ -271,17 +283,18 @@ class ExchangeSeats(NamedTuple):
 
 
 class SeatMap(NamedTuple):
-    """Pairs of a seat and a row of the exchange that it holds: ``seat[h]`` holds ``row[h]``."""
+    """Which seats hold the parameters of which rows: the stage of ``seat[h]`` holds the part of ``row[h]``."""
 
     seat: Ids
     row: Ids
 
 
 class ExchangeHandles(NamedTuple):
-    """Handles of the instructions of an exchange.
+    """Handles of the instructions that `append_exchange` has appended.
 
-    ``sums``: of the gradient sums, shape (rows,). ``steps``: of the optimizer steps, shape (seats,), -1 for none.
-    ``agreed``: for each number on which all ranks agree, shape (ranks,).
+    ``sums``: of the gradient sums, shape (rows,), None if replicas update independently. ``steps``: of the optimizer
+    steps, shape (seats,), -1 for a stage without trained parameters. ``agreed``: one array of shape (ranks,) per number
+    that all ranks all-reduce.
     """
 
     seats: ExchangeSeats
@@ -293,7 +306,7 @@ class ExchangeHandles(NamedTuple):
 
 
 def find_trained(graph: Graph, stages: tuple[StageSlice, ...]) -> NDArray[np.bool_]:
-    """Return which stages have a parameter to train, shape (stages,)."""
+    """Return whether each stage has a parameter to train, shape (stages,)."""
     return np.array([any(graph.tensors[item].requires_grad for item in stage.parameters) for stage in stages])
 
 
@@ -307,10 +320,11 @@ def append_exchange(
     num_agreed: int,
     first: Computations,
 ) -> ExchangeHandles:
-    """Append the exchange of the buckets and the steps of the trained stages.
+    """Append the gradient sums of the buckets and the optimizer steps of the trained stages; return their handles.
 
-    ``numbers`` gives the types in which gradients and parameters are sent. ``num_agreed``: numbers on which all ranks
-    agree. ``first``: the computations of the first step of the body, which has several steps if exchanges are rare.
+    ``numbers`` has the bytes per element of gradients and parameters. ``num_agreed``: how many single numbers (norm,
+    infinity check) all ranks all-reduce before the steps. ``first``: the computations of the first step of the body;
+    the body has ``exchange.every_steps`` steps.
     """
     num_replicas = np.diff(computations.replica_offsets)
     seats = ExchangeSeats(

@@ -1,8 +1,8 @@
-"""Offload in a program: copies of activations, updates of an optimizer that is not on the device, bytes on the host.
+"""Offload in a program: copies of activations, optimizer updates on the host, and the bytes that the host needs.
 
-`append_saved` copies activations. `append_host_steps` appends updates: copy down, step on the host, copy up, piece by
-piece. `count_host_needs` counts bytes. A piece is a part of a bucket that is summed, or a bucket's worth of parameters
-that are in no bucket. For each piece, on every rank that holds it,
+`append_saved` copies activations. `append_host_steps` appends updates piece by piece: copy gradients down, step on the
+host, copy parameters up. `count_host_needs` counts bytes. A piece is a part of a summed bucket, or parameters of up to
+a bucket's size that are in no bucket. For each piece, on every rank that holds it,
 
     copy down   the gradients, or the rank's shard of them: when they are summed, or, if they are not summed, when the
                 last backward has made them
@@ -43,7 +43,10 @@ from meshwright.spec.instructions import StreamName
 
 
 def stage_away(graph: Graph, plan: Plan, stage: StageSlice) -> Away:
-    """Return the activations of a stage that the program copies to the host; ``plan`` and ``graph`` are lowered."""
+    """Return the activations of a stage that the program copies to the host (`cost.memory.away`).
+
+    ``plan`` and ``graph`` are lowered (`plan_lowering`). Sizes are those that CPU kernels save.
+    """
     kept = as_kept(graph, plan.workload.numbers, "cpu")
     return find_away(kept, stage, plan.microbatch_size, plan.workload.float_bytes, "cpu")
 
@@ -65,14 +68,14 @@ def append_saved(
     plan: Plan,
     graph: Graph,
 ) -> None:
-    """Append the copies of a step: values that layers save for their backward go to the host and come back.
+    """Append the activation copies of one step: saved values go to the host after a forward and return for a backward.
 
-    Raises PlanError for backwards in two parts.
+    Raises PlanError if the schedule computes backwards in two parts.
     """
     if np.isin(computations.opcode, (Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)).any():
         raise PlanError(
-            f"The plan keeps {plan.offload.describe()} under {plan.schedule}, whose backwards come in two parts, which "
-            "both read what layers kept; expected whole backwards. Choose 1f1b, or leave activations=host out."
+            f"The plan keeps {plan.offload.describe()} under {plan.schedule}, whose backwards have two parts that both "
+            "read the saved activations; expected whole backwards. Choose 1f1b, or leave activations=host out."
         )
     away_of = [stage_away(graph, plan, stage) for stage in stages]
     _append(builder, computations, away_of, forward=True)
@@ -126,7 +129,11 @@ PIECES_AT_HAND = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPiece:
-    """Parameters of one stage that are in no bucket. ``index`` continues that of buckets; bytes of all gradients."""
+    """Parameters of one stage that are in no bucket and are updated together on the host.
+
+    ``index`` continues the numbering of the buckets. ``parameters`` are tensor ids, ``num_bytes`` the bytes of their
+    gradients.
+    """
 
     index: int
     stage: int
@@ -136,9 +143,10 @@ class HostPiece:
 
 @lru_cache(maxsize=64)
 def host_pieces(graph: Graph, plan: Plan, buckets: tuple[Bucket, ...]) -> tuple[HostPiece, ...]:
-    """Return the trained parameters that are in no bucket, stage by stage from the last, in order of readiness.
+    """Return the trained parameters that are in no bucket, as pieces: stages from the last to the first.
 
-    Parameters that stages of one rank share belong to the first of them, whose backward comes last.
+    Within a stage, parameters are in the order in which the backward makes their gradients ready. A parameter that
+    several stages of one rank share belongs to the first of these stages, whose backward comes last.
     """
     taken = {parameter for bucket in buckets for parameter in bucket.parameters}
     first_use = first_uses(graph)
@@ -182,9 +190,10 @@ def append_host_steps(
     plan: Plan,
     graph: Graph,
 ) -> None:
-    """Append the updates of a step on the host, after the exchange ``done``.
+    """Append the optimizer updates of one step on the host: copies, host steps, and drive reads and writes.
 
-    ``plan``: the whole plan, also for a fold; it determines how replicas shard gradients and states.
+    ``done`` has the handles of the preceding gradient exchange. ``plan`` is the whole plan, even if the program is of a
+    `Fold`, because the whole plan determines how replicas shard gradients and states.
     """
     rows = _join(_unsummed(builder, computations, done, pieces, plan), _summed(done, plan, graph))
     last = computations.handle[computations.offsets[1:] - 1][rows.rank]
@@ -323,7 +332,10 @@ def _own_bytes(piece: HostPiece, plan: Plan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of one rank on its host and on drives; ``resident_bytes`` of the host's are there before a run begins."""
+    """Bytes that one rank needs in host memory and on drives.
+
+    ``resident_bytes``, a part of ``host_bytes``, are allocated before a run begins.
+    """
 
     host_bytes: int
     drive_bytes: int
@@ -341,9 +353,9 @@ class HostNeeds:
 # share, which are summed in buckets and stay on the devices. With activations on the host, the values that layers save
 # for each microbatch in flight are there (`cost.memory.away`).
 def count_host_needs(plan: Plan, graph: Graph, rank: int, device: Backend = "cpu") -> HostNeeds:
-    """Return what a rank keeps in host memory and on drives; parameters shared by its stages count once.
+    """Return the bytes that a rank keeps in host memory and on drives; parameters that its stages share count once.
 
-    ``device``: the backend whose libraries compute, which decides what is kept for backwards.
+    ``device``: the backend that computes ("cpu" or a GPU backend); it determines which values are saved for backwards.
     """
     stages, offload = plan.stages_of(rank), plan.offload
     needs = HostNeeds(0, 0) if offload.optimizer == "device" else _count(plan, graph, stages)

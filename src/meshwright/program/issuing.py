@@ -1,8 +1,8 @@
-"""Check and number a controller's issues: what it may issue, and which issues belong together.
+"""Check the instructions that a controller issues, give them handles, and match sends, receives and collectives.
 
-A message is identified by its stages, microbatch and payload, which must be unique in a program. The k-th members on
-each rank with one kind, group and bucket within a decision belong together, and are in the exchange streams, where
-members have the same order on all ranks.
+A message is identified by its stages, microbatch and payload, which must be unique in a program. The members of a
+collective are matched within one decision: on each rank, the k-th instruction with the same kind, group and bucket.
+Collectives are in the exchange streams, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _Members = tuple[str, tuple[int, ...], int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filed:
-    """A checked issue.
+    """A checked issue and its numbers.
 
-    It has a handle, a stream (rank by rank, all of `STREAM_NAMES`), its waits (a receive also for its send), and the
-    number of its collective, else -1.
+    ``stream`` is rank · len(`STREAM_NAMES`) + index of the name. ``waits`` are handles; a receive also waits for its
+    send. ``collective`` is the number of the collective that the issue is a member of, -1 for other instructions.
     """
 
     handle: int
@@ -40,7 +40,10 @@ class Filed:
 
 
 class IssueBook:
-    """Checks decisions against each other and against the program that they extend."""
+    """Checks and numbers the decisions of one run, in order; raises ProgramError if ``program`` cannot be extended.
+
+    ``program`` must have only a body, with its streams in the order of `STREAM_NAMES`.
+    """
 
     def __init__(self, program: Program) -> None:
         _check_program(program)
@@ -80,7 +83,7 @@ class IssueBook:
             if sorted(ranks) != sorted(group):
                 raise ProgramError(
                     f"The {kind} of bucket {bucket} was issued for ranks {sorted(ranks)} of the group {group}; "
-                    "expected all of them in one decision, once each. One decision is made for all members."
+                    "expected all of them in one decision, once each. Issue the collective for every member at once."
                 )
         self.next_handle, self._num_collectives = stop, self._num_collectives + len(numbers)
         return filed
@@ -89,8 +92,8 @@ class IssueBook:
         """Check the watched and abandoned handles and the timers of a decision."""
         if decision.watch and not self._is_first:
             raise ProgramError(
-                f"The instructions {decision.watch} cannot be watched from {now_ps} ps on, when they may have ended; "
-                "expected `watch` with the first decision only. Give it there."
+                f"The instructions {decision.watch} cannot be watched from {now_ps} ps on, because they may have ended "
+                "before; expected `watch` in the first decision only. Give it there."
             )
         self._is_first = False
         for handle in decision.watch:
@@ -112,15 +115,18 @@ class IssueBook:
                 )
 
     def check_end(self) -> None:
-        """Raise ProgramError if a message was sent that no rank receives."""
+        """Raise ProgramError if the controller issued a send without its receive."""
         for (source, target, microbatch, payload), (handle, _) in self._pending.items():
             raise ProgramError(
                 f"Instruction {handle} sends the {payload} of microbatch {microbatch} from stage {source} to {target}, "
-                "and the controller issued no receive of it. Issue both."
+                "but the controller issued no receive of this message. Issue both."
             )
 
     def unreceived(self) -> Decision:
-        """Return the missing receives, on the ranks that sent, to examine a program that stopped before them."""
+        """Return the receives that are missing, as issues on the ranks of their sends.
+
+        They complete a program that stopped before its receives were issued, so that it can be examined.
+        """
         issues = []
         for _, issue in self._pending.values():
             send = issue.instruction
@@ -156,11 +162,14 @@ class IssueBook:
             )
         if issue.abandonable and issue.stream != "compute":
             raise ProgramError(
-                f"{issue.instruction} was issued as abandonable; expected a computation. To abandon a transfer or a "
-                "sum, do not issue it."
+                f"{issue.instruction} was issued with `abandonable=True`; expected a computation. Transfers and sums "
+                "cannot be abandoned: issue them later."
             )
         if issue.group and not (min(issue.group) >= 0 and max(issue.group) < self._num_ranks):
-            raise ProgramError(f"{issue.instruction} names the ranks {issue.group}; there are {self._num_ranks}.")
+            raise ProgramError(
+                f"{issue.instruction} has the group {issue.group}; expected ranks of the program, which has "
+                f"{self._num_ranks} ranks, from 0."
+            )
 
     def _send(self, issue: Issue, send: Send, handle: int) -> None:
         message: _Message = (send.stage, send.peer, send.microbatch, send.payload)
@@ -176,12 +185,12 @@ class IssueBook:
         message: _Message = (receive.peer, receive.stage, receive.microbatch, receive.payload)
         if message not in self._pending:
             raise ProgramError(
-                f"{receive} was issued, but it has no pending send. Issue the send before, in the same "
-                "decision or an earlier one."
+                f"{receive} was issued, but no send of this message is pending. Issue the send before the receive, in "
+                "the same decision or an earlier one."
             )
         handle, issue = self._pending.pop(message)
         if receive.num_bytes != getattr(issue.instruction, "num_bytes", None):
-            raise ProgramError(f"{receive} was issued for {issue.instruction}; expected as many bytes as are sent.")
+            raise ProgramError(f"{receive} was issued for {issue.instruction}; expected the same `num_bytes` in both.")
         return handle
 
 
@@ -208,8 +217,8 @@ def _check_program(program: Program) -> None:
     keys = [stream.rank * len(STREAM_NAMES) + PLACES[stream.name] for stream in program.streams]
     if bool((np.diff(keys) <= 0).any()):
         raise ProgramError(
-            "The program that a controller extends has streams in an order of its own; expected them rank by rank, "
-            f"each with {', '.join(STREAM_NAMES)}. Build it with `ProgramBuilder`."
+            "The program that a controller extends has its streams in a wrong order; expected them rank by rank, "
+            f"and on each rank in the order {', '.join(STREAM_NAMES)}. Build it with `ProgramBuilder`."
         )
 
 

@@ -1,13 +1,15 @@
-"""Orders with given stage times and memory limits: play them (`play`), improve them (`improve`), and bounds (`Bounds`).
+"""Orders for given stage times and memory limits: their length (`play`), local search (`improve`), bounds (`Bounds`).
 
-A rank starts after the head H of its stages, when the first microbatch can reach one of them. No order is shorter than
+F, I and W are the times of a forward, of a backward's part for inputs, and of its part for weights; K are the bytes
+that a stage holds per microbatch. A rank starts after the head H: the time at which the first microbatch can reach one
+of its stages. For every rank, no order is shorter than
 
     H + Σ (F + I + W)                             the rank computes all of this
-    H + Σ (F + I) + the way back                  its last gradient has to travel to where the model begins
+    H + Σ (F + I) + the way back                  its last gradient has to travel to the first stage of the model
     H + Σ K τ / limit                             a byte of a microbatch is held for a round trip τ
 
-for any rank. Heads, ways back and round trips go along the longest path between the ends of stages, with the fastest
-replica of each, and without transfer time where both stages have a rank in common.
+Heads, ways back and round trips are the longest paths between the ends of stages, with the fastest replica of each
+stage, and without transfer time where two stages have a rank in common.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ KINDS: dict[int, type[Computation]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The computations of one rank, in order, and the position of each in the user's own file.
+    """The computations of one rank, in order, and the position of each computation in the user's own file.
 
-    ``lines`` are the lines of the user's file where each is (empty for named schedules), ``places`` the number of the
-    action in its line of a file of orders, from 1.
+    ``lines`` are line numbers in that file, from 1, or 0 if not known; empty for named schedules. ``places``: for a
+    file of orders, the number of each action in its line, from 1; otherwise empty.
     """
 
     rank: int
@@ -51,18 +53,18 @@ class Order:
         return len(self.columns)
 
     def item(self, place: int) -> Computation:
-        """Return one computation as a typed instruction."""
+        """Return the computation at index ``place`` as a typed instruction."""
         columns = self.columns
         kind = KINDS[int(columns.opcode[place])]
         return kind(stage=int(columns.stage[place]), microbatch=int(columns.microbatch[place]))
 
     @property
     def items(self) -> tuple[Computation, ...]:
-        """Return all computations as typed instructions."""
+        """All computations as typed instructions."""
         return tuple(self.item(place) for place in range(len(self)))
 
     def where(self, plan: Plan, place: int) -> str:
-        """Return the position of an item in the user's file, for messages; '' for named schedules."""
+        """Return where the user's file has computation ``place``, as `` (FILE:LINE)``; "" for named schedules."""
         if not self.lines or not self.lines[place]:
             return ""
         parts = split_reference(plan.schedule)
@@ -89,13 +91,16 @@ NEEDS, FEEDS = 0, 1
 # weights (or the whole backward) ends. Stages are numbered so that each feeds later ones only; in a chain each feeds
 # the next.
 class OrderProblem(NamedTuple):
-    """Seats rank by rank (rank r has ``seat_offsets[r]:seat_offsets[r + 1]``), times in ps, bytes.
+    """A pipeline whose order is searched: seats (a stage on one of its ranks), times in ps, and memory in bytes.
 
-    ``replica_offsets`` and ``replica_seats``: the seats of each stage, microbatch m on the (m mod R)-th.
+    Rank r has the seats ``seat_offsets[r]:seat_offsets[r + 1]``; seat i computes ``seat_count[i]`` microbatches, from
+    ``seat_first[i]`` in steps of ``seat_step[i]``. ``forward``, ``inputs`` and ``weights`` are times per seat.
+    ``replica_offsets`` and ``replica_seats`` list the R seats of each stage; the (m mod R)-th computes microbatch m.
+    ``kept`` are the bytes per microbatch of each stage, ``limit`` the bytes that each rank may hold.
 
-    The *ends* of stage s of S are s (forwards) and S + s (backwards). Links of end e are
-    ``link_offsets[:, e]:link_offsets[:, e + 1]``: they connect it with the same end of the stages ``link_stage``
-    and take ``link_ps`` between two ranks; row `NEEDS` has the ends that it needs, row `FEEDS` those that need it.
+    The *ends* of stage s of S are s (its forwards) and S + s (its backwards). Links of end e are
+    ``link_offsets[:, e]:link_offsets[:, e + 1]``: they connect the end with the same end of the stages ``link_stage``
+    and take ``link_ps`` between two ranks. Row `NEEDS` has the ends that must come before, row `FEEDS` those after.
     """
 
     seat_offsets: Ints
@@ -118,7 +123,10 @@ class OrderProblem(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Computations of all ranks; ``joint`` as in `schedules.OrderColumns`."""
+    """Computations of all ranks, concatenated: rank r has ``offsets[r]:offsets[r + 1]`` of the other columns.
+
+    ``joint`` has the meaning that it has in `schedules.OrderColumns`.
+    """
 
     offsets: Ints
     opcode: Ints
@@ -138,7 +146,7 @@ def seat_of(problem: OrderProblem, stage: int, microbatch: int) -> int:
 
 @compiled
 def duration(problem: OrderProblem, opcode: int, seat: int) -> int:
-    """Return the picoseconds of a computation."""
+    """Return how many picoseconds a computation of kind ``opcode`` takes on a seat."""
     if opcode == FORWARD:
         return int(problem.forward[seat])
     if opcode == INPUT:
@@ -168,9 +176,9 @@ def _arrival(problem: OrderProblem, done: Ints, kind: int, stage: int, microbatc
 
 @compiled
 def play(problem: OrderProblem, columns: Columns, start: Ints) -> int:
-    """Fill in when each computation starts; return when the last one ends, -1 if the ranks wait in a cycle.
+    """Write the start time of each computation (ps) into ``start``; return the end time of the last one.
 
-    The loop is compiled.
+    Returns -1 if the ranks wait for each other in a cycle.
     """
     num_ranks = len(columns.offsets) - 1
     done = np.full((2, len(problem.kept), problem.num_microbatches), -1, np.int64)
@@ -213,7 +221,7 @@ def play(problem: OrderProblem, columns: Columns, start: Ints) -> int:
 
 @compiled
 def fits(problem: OrderProblem, columns: Columns) -> bool:
-    """Return whether every rank stays within its memory limit all the time."""
+    """Return whether every rank stays within its memory limit (``problem.limit``) throughout the order."""
     for rank in range(len(columns.offsets) - 1):
         held = 0
         for i in range(columns.offsets[rank], columns.offsets[rank + 1]):
@@ -232,10 +240,11 @@ _SHIFTS = (1, 1, 2, 3, 5, 8)
 
 @compiled
 def improve(problem: OrderProblem, columns: Columns, rounds: int, enough: int, seed: int) -> int:
-    """Move computations on the critical path to earlier places, as long as nothing gets slower; return the length, ps.
+    """Shorten an order by local search; write the shortest order found into ``columns`` and return its length (ps).
 
-    ``columns`` is set to the shortest order found; an order of length ``enough`` ends the search. A computation never
-    passes one that it needs on its own rank, nor one of its own kind and stage, and memory limits hold.
+    Each of up to ``rounds`` moves brings a computation of the critical path forward; moves that make the order longer
+    are undone. The search ends early at length ``enough``. A computation never overtakes one that it needs on its own
+    rank, nor one of its own kind and stage, and memory limits hold. ``seed`` determines the moves.
     """
     start, tried = np.empty(len(columns.opcode), np.int64), np.empty(len(columns.opcode), np.int64)
     now = best = play(problem, columns, start)
@@ -350,7 +359,7 @@ _NO_WAY = -(2**62)
 
 
 class Bounds:
-    """Lower bounds for every order of a problem. Shapes (stages,), picoseconds."""
+    """Lower bounds, in picoseconds, that hold for every order of a problem."""
 
     def __init__(self, problem: OrderProblem) -> None:
         self._problem, self._num_stages = problem, len(problem.kept)
@@ -361,7 +370,7 @@ class Bounds:
 
     @cached_property
     def length(self) -> int:
-        """The lower bound of the length, as in the module's docstring."""
+        """The lower bound of an order's length, in ps: the largest of the module's three bounds over all ranks."""
         problem = self._problem
         longest = 0
         for rank, (first, stop) in enumerate(pairwise(problem.seat_offsets)):
@@ -381,7 +390,7 @@ class Bounds:
 
     @cached_property
     def round_trips(self) -> Ints:
-        """Least time from the start of a stage's forward to the end of its part for weights."""
+        """Least time (ps) from the start of a stage's forward to the end of its backward, shape (stages,)."""
         return np.ascontiguousarray(np.diagonal(self._ways[self._num_stages :])) + self._weights
 
     @cached_property

@@ -1,9 +1,10 @@
 """Files of orders: read their actions (`parse_lines`), assign lines to ranks (`place_orders`), write orders.
 
-Line i is rank i, with microbatches numbered as in the plan; for a plan without replicas this is exactly the format of
-torch's pipelining. There, data parallelism is separate from the pipeline: for R identical pipelines, a file holds one.
-Line i is then the i-th rank of each of them, and microbatch k of the file is microbatch k·R + r of pipeline r. Both
-forms are read; a written file holds one pipeline if possible.
+Such a file has one of two forms. In the first, line i belongs to rank i, and microbatches are numbered as in the plan;
+for a plan without replicas this is exactly the format of torch's pipelining. In torch, data parallelism is separate
+from the pipeline, so in the second form, for R identical pipelines, the file holds one pipeline: line i belongs to the
+i-th rank of each pipeline, and microbatch k of the file is microbatch k·R + r of pipeline r. Both forms are read; a
+written file holds one pipeline if possible.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _FORMS = "expected one such as 0F3, 0B3, 0I3, 0W3, 0SEND_F3, 0UNSHARD or (0F3;1B
 
 
 class CsvLine(NamedTuple):
-    """The computations of one line; ``number`` is the line's, ``places`` the number of each one's action, from 1."""
+    """The computations of one line of the file.
+
+    ``number`` is the line number, from 1; ``places`` is the number of each computation's action in the line, from 1.
+    """
 
     number: int
     columns: OrderColumns
@@ -70,7 +74,10 @@ _Key = tuple[str, int, int]
 #
 # Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and `_PipelineScheduleRuntime._load_csv`.
 def parse_lines(content: bytes, path: Path) -> tuple[CsvLine, ...]:
-    """Return the lines of a file, without messages. Raises ScheduleReferenceError with the line and the action."""
+    """Return the lines of a file; sends and receives are checked and left out.
+
+    Raises ScheduleReferenceError, which names the line and the action, for an invalid action.
+    """
     found: list[CsvLine] = []
     messages: dict[_Key, _Message] = {}
     for number, cells in _rows(content, path):
@@ -87,7 +94,7 @@ def parse_lines(content: bytes, path: Path) -> tuple[CsvLine, ...]:
                     elif kind in _MESSAGES:
                         key = kind, numbers[0], numbers[1]
                         if key in messages:
-                            raise ValueError(f"stands in line {messages[key].number}, too; expected it once")
+                            raise ValueError(f"is also in line {messages[key].number}; expected it once")
                         messages[key] = _Message(number, place, len(rows))
             except ValueError as error:
                 raise ScheduleReferenceError(describe_action(path, number, place, cell, str(error))) from None
@@ -97,12 +104,12 @@ def parse_lines(content: bytes, path: Path) -> tuple[CsvLine, ...]:
 
 
 def describe_action(path: Path, number: int, place: int, cell: str, what: str) -> str:
-    """Return what is wrong with one action, with its place in the file."""
+    """Return a message about one action: path, line ``number``, number ``place`` of the action, its text, the fault."""
     return f"{path}:{number}: action {place}, {cell[:60]!r}, {what}. Correct the file."
 
 
 def write_lines(orders: Iterable[OrderColumns]) -> str:
-    """Return the text of a file, byte for byte as torch's `_dump_csv` writes it ("compute_only")."""
+    """Return the text of a file of orders, byte for byte as torch's `_dump_csv` writes it ("compute_only")."""
     text = io.StringIO(newline="")
     csv.writer(text).writerows(_cells(columns) for columns in orders)
     return text.getvalue()
@@ -157,7 +164,7 @@ def _read_action(text: str) -> tuple[str, int, int]:
         raise ValueError(f"is not an action; {_FORMS}")
     stage, kind, microbatch = match.groups()
     if (kind in _PARAMETERS) == bool(microbatch):
-        given, wanted = ("a number", "none") if microbatch else ("no number", "that of a microbatch")
+        given, wanted = ("a number", "no number") if microbatch else ("no number", "that of a microbatch")
         raise ValueError(f"has {given} after {kind}; expected {wanted}")
     return kind, int(stage), int(microbatch or -1)
 
@@ -183,9 +190,9 @@ def _check_messages(lines: list[CsvLine], messages: dict[_Key, _Message], path: 
         if partner not in messages:
             what = f"has no partner; expected {partner[1]}{partner[0]}{microbatch} on another line"
         elif own is None:
-            what = "is of a stage or microbatch that its line does not compute"
+            what = "belongs to a stage or microbatch that its line does not compute"
         elif (own < message.after) != sends:
-            what = "stands before what it sends" if sends else "stands after what needs it"
+            what = "comes before the computation whose value it sends" if sends else "comes after what needs its value"
         if what:
             cell = f"{stage}{kind}{microbatch}"
             raise ScheduleReferenceError(describe_action(path, message.number, message.place, cell, what))
@@ -193,15 +200,15 @@ def _check_messages(lines: list[CsvLine], messages: dict[_Key, _Message], path: 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderFile:
-    """The parsed lines of a file of orders."""
+    """A parsed file of orders; ``lines`` are in the order of the file."""
 
     path: Path
     lines: tuple[CsvLine, ...]
 
     def lines_of_stages(self) -> tuple[tuple[int, ...], ...]:
-        """Return the lines (from 0) of each stage; the line with the first microbatch comes first, as in replicas.
+        """Return, by stage, the indices (from 0) of the lines that compute it, in the order of their first microbatch.
 
-        Raises ScheduleReferenceError if stage numbers have gaps.
+        This is the order of the stage's replicas in a plan. Raises ScheduleReferenceError if stage numbers have gaps.
         """
         firsts: dict[int, list[tuple[int, int]]] = {}
         for index, line in enumerate(self.lines):
@@ -218,7 +225,11 @@ class OrderFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenOrders:
-    """A plan's orders as text, once for ``num_pipelines`` identical ones. ``shared_stage``: one on several lines."""
+    """A plan's orders as the text of a file.
+
+    The text holds one pipeline that stands for ``num_pipelines`` identical ones, or all ranks if that is 1.
+    ``shared_stage``: a stage that occurs on several lines, None if there is no such stage.
+    """
 
     text: str
     num_lines: int
@@ -252,9 +263,10 @@ def parse_order_file(path: Path, content: bytes) -> OrderFile:
 
 @lru_cache(maxsize=2)
 def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
-    """Return the order of every rank of a plan, checked.
+    """Return the checked order of every rank of a plan, by rank.
 
-    Raises ScheduleError for a file of another layout, and with line and action for an action that breaks a rule.
+    Raises ScheduleError if the number of lines does not match the plan's ranks, or, with line and action, if an action
+    breaks a rule (`rank_rules`).
     """
     alike = find_pipelines(plan)
     # For each line its ranks, each with its pipeline.
@@ -269,10 +281,10 @@ def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
         ]
         step = len(alike)
     else:
-        each = f", or {len(alike[0])} for each of {len(alike)} pipelines" if alike and len(alike) > 1 else ""
+        each = f", or {len(alike[0])} lines for one of {len(alike)} pipelines" if alike and len(alike) > 1 else ""
         raise ScheduleError(
             f"{file.path} has {len(file.lines)} lines; the plan has {plan.num_ranks} ranks. Expected one line for each "
-            f"of them{each}. Give the file of this layout, or plan for that number of ranks."
+            f"rank{each}. Give a file with that number of lines, or plan for the number of ranks that the file has."
         )
     orders: list[Order] = []
     for ranks, line in placed:
@@ -288,14 +300,14 @@ def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
 
 
 def write_orders(plan: Plan, orders: tuple[Order, ...]) -> WrittenOrders:
-    """Return the orders of a plan's ranks as the text of a file, of one pipeline if all are identical.
+    """Return the orders of a plan's ranks as the text of a file; if all pipelines are identical, of one pipeline.
 
     Raises PlanError for an asynchronous schedule, because such files have neither versions of weights nor updates.
     """
     if plan.is_asynchronous:
         raise PlanError(
-            f"The schedule {plan.schedule} is asynchronous: weights change between its actions, which a file of orders "
-            "cannot say. Write the orders of a synchronous schedule, such as 1f1b."
+            f"The schedule {plan.schedule} is asynchronous: weights change between its actions, but a file of orders "
+            "has no updates. Write the orders of a synchronous schedule, such as 1f1b."
         )
     alike = find_pipelines(plan) or ()
     local = [[_localize(orders[rank].columns, len(alike)) for rank in ranks] for ranks in alike]
@@ -311,8 +323,8 @@ def write_orders(plan: Plan, orders: tuple[Order, ...]) -> WrittenOrders:
 def find_pipelines(plan: Plan) -> tuple[tuple[int, ...], ...] | None:
     """Return the ranks of each identical pipeline of a plan, None if the plan does not consist of such pipelines.
 
-    Identical: every stage has the same number of replicas, each rank is in one pipeline, the pipelines have the same
-    stages at the same places, and the same number of microbatches.
+    Pipelines are identical if every stage has the same number of replicas, each rank is in one pipeline, the i-th ranks
+    of all pipelines have the same stages, and all pipelines have the same number of microbatches.
     """
     counts = {len(stage.ranks) for stage in plan.stages}
     if plan.has_shares or len(counts) > 1 or plan.num_microbatches % (number := counts.pop()):
@@ -331,7 +343,7 @@ def _check_line(file: OrderFile, line: CsvLine, rank: int, microbatches: Mapping
         if not rules.knows(stage, microbatch):
             what = f"is not for rank {rank}; expected {rules.expected()}"
         elif fault := rules.take(Opcode(opcode), stage, microbatch):
-            what = f"stands {fault}"
+            what = f"comes {fault}"
         else:
             continue
         raise ScheduleError(describe_action(file.path, line.number, place, name_action(*row), what))

@@ -1,10 +1,10 @@
 """Find a short order of computations for given stage times, within a memory limit on every rank (`find_orders`).
 
-The model: stage s takes F, I and W for a forward, the part of a backward for inputs and that for weights. A forward
-waits for the forwards of the stages that feed its own, a backward for the backwards of those that its own feeds
-(`Plan.feeds`); a transfer to another rank takes C forwards and G backwards, without contention. A microbatch holds K
-bytes of a stage from the start of its forward to the end of its part for weights. The length of a step is the time from
-the first start to the last end on any rank.
+The model: a stage takes F for a forward, I for a backward's part for inputs, and W for its part for weights. A forward
+waits for the forwards of the stages that feed its own stage, a backward for the backwards of the stages that its own
+stage feeds (`Plan.feeds`). A transfer to another rank takes C in forwards and G in backwards, without contention. A
+microbatch holds K bytes of a stage from the start of its forward to the end of its part for weights. The length of a
+step is the time from the first start to the last end on any rank.
 
     greedy     a list scheduler (`write_greedily`), run for a grid of choices: how far ahead (in round trips, or up to
                all memory), what goes first, which gaps are filled
@@ -51,12 +51,13 @@ _NEVER = 2**62
 
 
 class GreedyRule(NamedTuple):
-    """How `write_greedily` chooses.
+    """How `write_greedily` chooses the next computation of a free rank.
 
-    ``split``: backwards in two parts. ``forward_first``: a forward goes before a backward that could run. ``patience``:
-    do not start a forward if a backward comes within this multiple of its time. ``fill``: a part for weights runs in a
-    gap of at least this fraction of its time. ``owed``: the most parts for weights that may wait (-1: any number).
-    ``deepest_first``: among several stages take the latest, instead of the earliest microbatch.
+    ``split``: compute backwards in two parts. ``forward_first``: if a forward and a backward can both run, run the
+    forward. ``patience``: do not start a forward if a backward becomes ready within this multiple of the forward's
+    time. ``fill``: run a part for weights in a gap of at least this fraction of its time. ``owed``: the most parts for
+    weights that may wait (-1: any number). ``deepest_first``: on a rank with several stages choose the last stage that
+    is ready, instead of the earliest microbatch.
     """
 
     split: bool
@@ -87,9 +88,10 @@ class _State(NamedTuple):
 # clock, so a rank knows which values will arrive when.
 @compiled
 def write_greedily(problem: OrderProblem, cap: Ints, rule: GreedyRule, columns: Columns) -> int:
-    """Write an order in which no rank holds more than ``cap`` bytes; return its length in ps, -1 if it gets stuck.
+    """Write into ``columns`` an order in which rank r holds at most ``cap[r]`` bytes; return its length in ps.
 
-    The clock advances from decision to decision; a rank with nothing to do sleeps until something arrives.
+    Returns -1 if no rank can continue before all computations are written. The clock advances from decision to
+    decision; a rank that has nothing to compute sleeps until a value arrives.
     """
     num_ranks, num_seats, num_stages = len(cap), len(problem.seat_stage), len(problem.kept)
     state = _State(
@@ -259,13 +261,14 @@ _MAX_WRITTEN = 5_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Picoseconds and bytes for one microbatch, and memory limits of ranks.
+    """Times (ps) and memory (bytes) of each stage for one microbatch, and the memory limit of each rank.
 
-    ``forward_ps``, ``inputs_ps`` and ``weights_ps`` have shape (stages,), or (stages, ranks) where ranks differ;
-    ``sending_ps`` and ``returning_ps`` (of the gradient) count only between two ranks and have one number for each
-    pair of stages of which one feeds the other: (stages - 1,) for a chain, otherwise `Plan.feeds` of stage 0, of stage
-    1 and so on. ``kept_bytes`` (stages,), ``limit_bytes`` (ranks,). By default times and bytes are 0 and memory is
-    unlimited.
+    ``forward_ps``, ``inputs_ps`` and ``weights_ps`` are the times of a forward and of a backward's two parts, of shape
+    (stages,), or (stages, ranks) where ranks differ. ``sending_ps`` (of activations) and ``returning_ps`` (of
+    gradients) count only between two ranks and have one number for each pair of stages of which one feeds the other:
+    shape (stages - 1,) for a chain, otherwise in the order of `Plan.feeds` of stage 0, of stage 1 and so on.
+    ``kept_bytes`` has shape (stages,), ``limit_bytes`` (ranks,). A single number applies to all. By default transfers
+    take no time, no bytes are kept and memory is unlimited.
     """
 
     forward_ps: ArrayLike
@@ -279,9 +282,10 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundOrders:
-    """The orders of all ranks, by rank, their length, the bound, and the lengths of the named schedules that fit.
+    """The shortest orders found: ``columns`` has one order per rank.
 
-    ``name``: the named schedule with this order, "" for a new one.
+    ``length_ps`` is the length of a step, ``bound_ps`` a lower bound for every order, ``named_ps`` the lengths of the
+    named schedules that fit into memory. ``name``: the named schedule that these orders are, "" for a new order.
     """
 
     columns: tuple[OrderColumns, ...]
@@ -292,15 +296,16 @@ class FoundOrders:
 
     @property
     def gap(self) -> float:
-        """The excess of the length over the bound, as a share of the bound."""
+        """The length's excess over the lower bound, as a fraction of the bound; 0 if the bound is 0."""
         return self.length_ps / self.bound_ps - 1 if self.bound_ps else 0.0
 
 
 def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundOrders:
-    """Return the shortest orders found for the stages of a plan; the plan's own schedule does not matter.
+    """Return the shortest orders found for the stages of a plan; the plan's schedule is not used.
 
-    ``whole``: only whole backwards, as the runtime executes them (named schedules in two parts are left out then).
-    Raises PlanError for times of the wrong shape or below 0, and if not even one microbatch fits on some rank.
+    ``whole``: search only orders with whole backwards, as the runtime executes them, and leave out named schedules with
+    backwards in two parts. Raises PlanError for times of the wrong shape or below 0, and if no order fits into the
+    memory of each rank.
     """
     search = _Search(plan, times, whole=whole)
     named = dict(search.named())
@@ -310,7 +315,8 @@ def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundO
     if not found:
         raise PlanError(
             f"No order of {plan.num_microbatches} microbatches was found within the memory of each rank "
-            f"({', '.join(map(str, search.problem.limit[:8].tolist()))} bytes). Give more, or smaller microbatches."
+            f"({', '.join(map(str, search.problem.limit[:8].tolist()))} bytes). Allow more memory, or choose smaller "
+            "microbatches."
         )
     # Among equal lengths take the order that holds the least memory; then a named one, which is published.
     length, name, columns = min(found, key=lambda item: (item[0], search.held(item[2]), not item[1]))
@@ -324,11 +330,14 @@ def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundO
 
 
 def make_problem(plan: Plan, times: StageTimes) -> OrderProblem:
-    """Return the plan and its times as the loops read them. Raises PlanError for times of wrong shape or below 0."""
+    """Return the plan and its times as arrays for the compiled loops.
+
+    Raises PlanError for times of the wrong shape or below 0, and if the plan's replicas have shares.
+    """
     if plan.has_shares:
         raise PlanError(
-            "Replicas have shares of the microbatches; orders are found for replicas that take turns. Remove the "
-            "shares, or choose the schedule gpipe or 1f1b."
+            "The plan's replicas have shares of the microbatches, but orders are found only for replicas that take "
+            "turns. Remove the shares, or choose the schedule gpipe or 1f1b."
         )
     num_stages, num_ranks = len(plan.stages), plan.num_ranks
     seats = [(rank, stage) for rank in range(num_ranks) for stage in plan.stages_of(rank)]

@@ -1,9 +1,9 @@
-"""The order of every rank's computations under a plan's schedule, and how many microbatches it keeps.
+"""The order of every rank's computations under a plan's schedule, and how many microbatches are in flight.
 
-A user's own schedule is not trusted. Each computation that it yields is checked against the rules of `rank_rules`, so a
-rank's order ends after at most three instructions per microbatch and stage. The function runs in a thread that is
-abandoned when its time is over, with an error that names the current line. A file of orders is data: `order_files`
-reads it.
+A user's own schedule is not trusted. Each computation that the user's function yields is checked against the rules of
+`rank_rules`, so a rank's order ends after at most three instructions per microbatch and stage. The function runs in a
+thread with a time limit; if the function exceeds it, an error names the current line. `order_files` reads files of
+orders.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _Row = tuple[Opcode, int, int]
 
 
 def compute_orders(plan: Plan) -> tuple[Order, ...]:
-    """Return the order of every rank, by rank; of an asynchronous schedule, from its first microbatch to its last.
+    """Return the order of every rank, by rank; for an asynchronous schedule, one run with the body once.
 
-    Raises PlanError for a layout that the schedule does not support, ScheduleError if a user's schedule breaks a rule
-    on this plan, ScheduleReferenceError if it is not a schedule or its file changed.
+    Raises PlanError if the schedule does not support the plan's assignment of stages to ranks, ScheduleError if a
+    user's schedule breaks a rule on this plan, and ScheduleReferenceError if the user's function does not yield
+    computations or its file changed.
     """
     schedule = find_schedule(plan)
     if isinstance(schedule, OrderFile):
@@ -69,8 +70,9 @@ def named_orders(plan: Plan) -> RankOrders:
 def _read_orders(plan: Plan, schedule: OwnSchedule) -> tuple[Order, ...]:
     if isinstance(threading.current_thread(), _ScheduleThread):
         raise ScheduleError(
-            f"{plan.schedule} asked for orders while it makes its own; that would never end. "
-            "Ask num_active(plan, stage) for the number of microbatches that 1F1B keeps."
+            f"{plan.schedule} calls a function that computes the plan's orders, such as compute_orders; this would "
+            "call the schedule again, without end. Call num_active(plan, stage) for the number of microbatches that "
+            "1F1B keeps in flight."
         )
     limit_s = TIME_LIMIT_S + TIME_LIMIT_PER_INSTRUCTION_S * 2 * plan.num_microbatches * len(plan.stages)
     reader = _Reader(plan, schedule)
@@ -94,14 +96,17 @@ def _two_orders(plan: Plan, first: Order, second: Order) -> str:
     where = second.where(plan, place) if place < len(second) else ""
     return (
         f"{plan.schedule} gave two orders for rank {first.rank} when it was called twice: "
-        f"at place {place} {given[0]} and then {given[1]}{where}. "
-        "Expected the same order every time, because every rank asks for its own; "
+        f"at position {place} {given[0]} and then {given[1]}{where}. "
+        "Expected the same order every time, because every rank calls the schedule itself; "
         "seed random choices with a value of the plan, as random.Random(plan.graph_hash) does."
     )
 
 
 def max_in_flight(plan: Plan, stage: int) -> int:
-    """Return the most microbatches that a replica of ``stage`` holds at once: by closed forms, or counted."""
+    """Return the largest number of microbatches that a replica of ``stage`` has in flight at one time.
+
+    gpipe and 1f1b have closed formulas; for other schedules the orders are computed and counted.
+    """
     local = max(plan.stages[stage].counts(plan.num_microbatches))
     if plan.schedule == "gpipe":
         return local
@@ -112,7 +117,7 @@ def max_in_flight(plan: Plan, stage: int) -> int:
 
 
 def count_in_flight(columns: OrderColumns, stage: int) -> int:
-    """Return the most forwards of a stage whose memory is not yet released, over the whole order."""
+    """Return the largest number of forwards of ``stage`` whose saved activations are held at one time in an order."""
     kinds = columns.opcode[columns.stage == stage]
     ahead = np.cumsum((kinds == Opcode.FORWARD).astype(np.int64) - np.isin(kinds, RELEASING))
     return int(ahead.max(initial=0))

@@ -1,7 +1,7 @@
-"""A user's own schedules: find ``path/to/file.py:function`` or ``path/to/orders.csv``, and bind it by a hash.
+"""A user's own schedules: load the function ``path/to/file.py:function`` or the file ``path/to/orders.csv``.
 
-A plan keeps the reference and the hash of the file's content; a file that changed since is refused. Files that this
-file imports are not hashed. Relative paths are relative to the working directory, as for models.
+A plan keeps this reference and the hash of the file's content; if the file changed since the plan was made, it is
+refused. Files that the user's file imports are not hashed. Relative paths are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ EXPECTED = "yields the forwards and backwards of one rank: function(plan, rank)"
 
 
 def find_schedule(plan: Plan) -> OwnSchedule | OrderFile | None:
-    """Return the user's own schedule of a plan, a function or a file of orders; None for a named one.
+    """Return the user's own schedule of a plan, a function or a file of orders; None for a named schedule.
 
-    Raises ScheduleReferenceError if its file is missing, has changed, or lacks the function.
+    Raises ScheduleReferenceError if the schedule's file is missing, has changed, or lacks the function.
     """
     if not plan.has_own_schedule:
         return None
@@ -40,7 +40,7 @@ def find_schedule(plan: Plan) -> OwnSchedule | OrderFile | None:
     found = source_hash(content)
     if found != plan.schedule_hash:
         raise ScheduleReferenceError(
-            f"{path} changed since the plan was made: its hash was {plan.schedule_hash} and is {found}. Plan again "
+            f"{path} changed since the plan was made: its hash was {plan.schedule_hash} and is now {found}. Plan again "
             f"with --schedule {plan.schedule}, or restore the file."
         )
     return parse_order_file(path, content) if orders else _load(path.resolve(), path, name, content)
@@ -49,8 +49,8 @@ def find_schedule(plan: Plan) -> OwnSchedule | OrderFile | None:
 def with_schedule(plan: Plan, schedule: str | OwnSchedule) -> Plan:
     """Return the same plan under another schedule.
 
-    ``schedule`` is a name, a function in a file or its reference ``path/to/file.py:function``, or a file of orders,
-    ``path/to/orders.csv``.
+    ``schedule`` is the name of a schedule, a function, the reference ``path/to/file.py:function`` of a function, or the
+    path of a file of orders, ``path/to/orders.csv``.
 
     Raises PlanError for an unknown name, ScheduleReferenceError if the function does not exist or other processes could
     not import it.
@@ -61,7 +61,10 @@ def with_schedule(plan: Plan, schedule: str | OwnSchedule) -> Plan:
 
 
 def name_schedule(schedule: str | OwnSchedule) -> tuple[str, str]:
-    """Return what a plan records: name or reference, and the file's hash ("" for a name). Runs the file once."""
+    """Return what a plan records of a schedule: its name or reference, and the hash of its file ("" for a name).
+
+    Runs a Python file once to check it. Raises the same errors as `with_schedule`.
+    """
     reference = schedule if isinstance(schedule, str) else _reference_of(schedule)
     if reference in SCHEDULE_NAMES:
         return reference, ""
@@ -123,9 +126,9 @@ def _reference_of(function: Callable[..., Any]) -> str:
     if "." in qualified or not qualified.isidentifier() or module in (None, "__main__") or file is None:
         where = f"in {module}" if module else "of no module"
         raise ScheduleReferenceError(
-            f"The schedule {qualified} ({where}) was given; every rank imports the schedule from its file, so it has "
-            "to be a function at the top level of a file of its own, not a lambda, a method, an inner function or one "
-            "of the script that is running. Move it into a file and import it from there."
+            f"The schedule {qualified} ({where}) cannot be imported by other processes, but every rank imports the "
+            "schedule from its file. Expected a function at the top level of another file, not a lambda, a method, an "
+            "inner function or a function of the running script. Move it into a file and import it from there."
         )
     path = Path(file).resolve()
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,15 +1,15 @@
 """ByteScheduler's order of the parts of a gradient exchange (`order_parts`).
 
-A part of a gradient exchange is ready at some moment, takes some time on the links that its group shares, and is the
-more urgent the nearer to the input it is needed. While credit is left, the most urgent ready part is admitted and
-sent after those that were admitted before; at its end it returns its bytes to the credit. No admitted part is
-overtaken, so
+Each part of a gradient exchange becomes ready at some time, takes some time on the links that its group shares, and is
+the more urgent the nearer its layers are to the model's input. The credit is the number of bytes that may be in flight.
+While credit is left, the most urgent ready part is admitted and sent after all parts that were admitted before. When
+its transfer ends, its bytes are available again. No admitted part is overtaken, so
 
-    in flight ≤ max(credit, one part)
+    bytes in flight ≤ max(credit, one part)
 
-A small credit lets urgent parts pass early, a large one keeps the links busy where starting takes time. One clock
-decides for all ranks, so they reach the collectives in one order. Source: Peng et al. (SOSP 2019), sections 4.1 and
-4.2.
+With a small credit, urgent parts are sent early; with a large credit, the links stay busy even if starting a transfer
+takes time. One clock decides for all ranks, so that all ranks reach the collectives in one order. Source: Peng et al.
+(SOSP 2019), sections 4.1 and 4.2.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyPart:
-    """One part: when its gradients are ready, how long it takes, and how urgent it is (smaller is more urgent)."""
+    """One part of a bucket: when its gradients are ready (ps), how long its sum takes (ps), and its urgency.
+
+    A smaller ``urgency`` is more urgent.
+    """
 
     index: int
     stage: int
@@ -32,7 +35,7 @@ class ReadyPart:
 
 
 def order_parts(parts: Sequence[ReadyPart], credit_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Return (moment of admission, index) of every part of one group, in the order in which they are sent."""
+    """Return (time of admission in ps, ``index``) of every part of one group of ranks, in the order of sending."""
     coming = sorted(parts, key=lambda part: (part.ready_ps, part.urgency))[::-1]
     ready: list[tuple[int, int]] = []
     known = {part.index: part for part in parts}

@@ -1,11 +1,12 @@
-"""Fold: of several replicas that do the same at the same time, only one is in the program.
+"""Fold a plan (`Fold`): of several replicas that do the same at the same time, simulate only one.
 
-A plan whose stages have R replicas each, microbatch m on the (m mod R)-th, consists of R pipelines, the r-th replicas
-of all stages, that interact only in gradient sums. Pipelines of one class are identical; the program of K < R of
-them, one per class, is that of a smaller plan, `Fold.plan`: its replica k has the stages, the order and the number of
-microbatches of the pipeline ``replicas[k]`` of the whole plan. Microbatch k + j K of the one is microbatch
-``replicas[k]`` + j R of the other. Gradient sums are those of the whole plan, issued by the remaining pipelines.
-`simulator.pipeline_alike` decides which pipelines are identical.
+A plan whose stages have R replicas each, with microbatch m on replica m mod R, consists of R pipelines: pipeline r has
+replica r of every stage. The pipelines interact only in gradient sums. If some are identical, they form a class, and a
+smaller plan with one pipeline per class represents all of them (`Fold.plan`, K < R pipelines). Pipeline k of the
+smaller plan has the stages, the order and the number of microbatches of pipeline ``replicas[k]`` of the whole plan;
+its microbatch k + j K is microbatch ``replicas[k]`` + j R of the whole plan. Gradient sums have the ranks and bytes of
+the whole plan, but only the remaining pipelines issue them. `simulator.pipeline_alike` decides which pipelines are
+identical.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """Which pipelines of the plan ``whole`` represent which others.
+    """A plan ``whole`` with identical pipelines, and the smaller ``plan`` that has one pipeline of each class.
 
-    ``classes`` has the class of each pipeline, numbered in order of first appearance; all pipelines of a class
-    have the same number of microbatches. ``plan`` is the smaller plan, ``ranks`` are its ranks' numbers in ``whole``.
+    ``classes`` has the class of each pipeline of ``whole``, numbered from 0 in order of first appearance; all pipelines
+    of a class have the same number of microbatches. ``ranks[i]`` is the rank in ``whole`` of rank i of ``plan``.
     """
 
     whole: Plan
@@ -51,7 +52,7 @@ class Fold:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The pipelines that are kept, ascending: the first of each class."""
+        """The pipelines of ``whole`` that ``plan`` keeps: the first of each class, ascending."""
         return tuple(self.classes.index(kind) for kind in range(max(self.classes) + 1))
 
     def representatives(self) -> Ids:
@@ -72,7 +73,7 @@ class Fold:
 
 @lru_cache(maxsize=64)
 def folded_buckets(fold: Fold, graph: Graph) -> tuple[Bucket, ...]:
-    """Return the buckets of the whole plan, each with the ranks of the smaller one that hold it."""
+    """Return the buckets of the whole plan, each with those ranks of the smaller plan that hold it."""
     number = {rank: index for index, rank in enumerate(fold.ranks)}
     of_groups: dict[tuple[int, ...], tuple[int, ...]] = {}
     buckets = gradient_buckets(graph, fold.whole)

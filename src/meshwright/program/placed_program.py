@@ -1,10 +1,10 @@
-"""Placement → Program: what every rank computes, and one send and receive per tensor and destination.
+"""Build the program of a placement: the computations of every rank, and one send and receive per tensor and rank.
 
-The order of a rank: the forwards of its stages, microbatch by microbatch, each in the order of the placement; in
-training then the backwards in the opposite order, last microbatch first, and one step of the optimizer over all of its
-parameters. Gradients of parameters that several ranks compute with are summed as soon as they are ready (`buckets`).
-The orders of all ranks are parts of one order in which nothing is read before it is made (`spec.placement`), and sums
-come in one order on all ranks, so ranks cannot deadlock. Transfers are those of pipelines (`stage_transfers`).
+A rank runs the forwards of its stages, microbatch by microbatch, in the order of the placement. In training it then
+runs the backwards in the opposite order, last microbatch first, and one optimizer step over all of its parameters.
+Gradients of parameters that several ranks compute with are summed as soon as they are ready (`buckets`). The orders of
+all ranks follow one global order in which every value is computed before it is read (`spec.placement`), and sums have
+one order on all ranks, so ranks cannot deadlock. Transfers are those of pipelines (`stage_transfers`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLACED = "placed"
 
 @lru_cache(maxsize=16)
 def build_placed_program(placement: Placement, graph: Graph) -> Program:
-    """Return the program of a placement. Raises PlanError if it does not match the graph."""
+    """Return the program of a placement. Raises PlanError if the placement does not match the graph."""
     stages = slice_placement(graph, placement)
     orders = join_ranks(_order(placement, stages, rank) for rank in range(placement.num_ranks))
     builder = ProgramBuilder(placement.num_ranks)
@@ -58,7 +58,10 @@ def build_placed_program(placement: Placement, graph: Graph) -> Program:
 
 
 def trained_stages(placement: Placement, graph: Graph, rank: int) -> tuple[int, ...]:
-    """Return the stages of a rank with parameters to train; the optimizer's step is named after the first."""
+    """Return the stages of a rank that have parameters to train; () for inference.
+
+    A rank's one optimizer step has the number of the first of these stages.
+    """
     stages = slice_placement(graph, placement)
     if graph.mode != "training":
         return ()

@@ -1,9 +1,9 @@
-"""Lower a plan to one rank: the local graph with recompute and compilation in it, and the plan for that graph.
+"""Lower a plan: replace the graph by the local graph of one device, and the plan by a plan for that graph.
 
-A plan may split ops over teams, recompute parts of the graph, and compile its layers. Its lowered graph is the local
-graph of one device of a team, including its collectives, recompute and compilation; the lowered
-plan assigns this graph as the plan assigns the whole one, and splits nothing further. Building, estimating and
-simulating programs all work on these two.
+A plan may split ops over teams of devices, recompute parts of the graph, and compile its layers. The lowered graph is
+what one device of a team computes, including its collectives, recompute and compilation. The lowered plan assigns this
+graph to stages as the plan assigns the whole graph, but neither splits ops nor recomputes. Programs are built,
+estimated and simulated from the lowered plan and graph.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _KEPT_EXCHANGES = (f"{MESH}reduce_scatter.", f"{MESH}all_to_all.")
 
 
 def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
-    """Return the plan of the local graph, and that graph; a plan without a local graph is returned unchanged.
+    """Return the lowered plan and the local graph (see the module's docstring).
 
-    Raises PlanError for a plan that does not match the graph, or a sharding that its ops do not support.
+    A plan that neither splits ops, recomputes nor compiles is returned unchanged, with ``graph``. Raises PlanError if
+    the plan does not match the graph, or if the graph's ops do not support its sharding.
     """
     if not plan.has_local_graph:
         return plan, graph
@@ -46,23 +47,27 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
 
 
 def own_workload(workload: Workload, sharding: Sharding) -> Workload:
-    """Return the workload of one device of each team; ranks of the expert axis have samples of their own.
+    """Return the workload of one device of each team: its global batch is divided by the size of the expert axis.
 
-    Raises PlanError if the expert ranks do not divide the global batch.
+    The ranks of the expert axis compute different samples; those of other axes compute the same ones. Raises PlanError
+    if the size of the expert axis does not divide the global batch.
     """
     share, rest = divmod(workload.global_batch, sharding.expert)
     if rest:
         near = " or ".join(str(count * sharding.expert) for count in (share, share + 1) if count)
         raise PlanError(
-            f"A global batch of {workload.global_batch} samples was given for {sharding.expert} expert ranks, which "
-            f"have samples of their own; expected a multiple, the nearest is {near}. Choose that, or another size of "
-            "the axis."
+            f"A global batch of {workload.global_batch} samples was given for expert = {sharding.expert} ranks, which "
+            f"compute different samples; expected a multiple, the nearest is {near}. Choose such a global batch, or "
+            "another size of the expert axis."
         )
     return replace(workload, global_batch=share)
 
 
 def unlower_plan(plan: Plan, whole: Plan) -> Plan:
-    """Return a plan of a local graph as a plan of the whole graph, with the sharding of ``whole``."""
+    """Undo `lower_plan`: return a plan of a local graph as a plan of the whole graph.
+
+    Sharding, recompute, compilation, workload and idle ranks are those of the plan ``whole``.
+    """
     return replace(
         plan,
         graph_hash=whole.graph_hash,
@@ -81,10 +86,11 @@ def lower_graph(
 ) -> Graph:
     """Return the local graph of one device: its shard of every op, its collectives, recompute, and compilation.
 
-    Recomputed ranges that keep some results (``keeps``) also keep the results of the group's reduce-scatters and
-    all-to-alls, as torchtitan's policy does (`spec.recompute`).
+    ``recompute`` are ranges of ops, ``keeps`` ops in these ranges whose results are not recomputed. A range with
+    ``keeps`` also keeps the results of its reduce-scatters and all-to-alls, as torchtitan's policy does
+    (`spec.recompute`). ``compiled``: into how many parts each layer is cut to be compiled, 0 for eager layers.
 
-    Raises PlanError for a sharding that the ops do not support.
+    Raises PlanError if the graph's ops do not support the sharding.
     """
     again = Recompute(recompute, keeps)
     local = with_recompute(graph, *again) if sharding.is_whole else _split_graph(graph, sharding, again)
@@ -100,7 +106,7 @@ STAYS_EAGER = (
 
 
 def graph_of_program(graph: Graph, program: Program) -> Graph:
-    """Return the graph of a plan as its program runs it: not compiled if backwards come in two parts."""
+    """Return the graph as the program runs it: without compilation if the program splits backwards into two parts."""
     return _eager(graph) if graph.compiled and program.splits_backwards else graph
 
 

@@ -1,8 +1,9 @@
-"""Check that the orders of all ranks fit together, by playing them with a time for each computation and nothing else.
+"""Check that the orders of all ranks can run to their end together (`play_orders`); draw schedules.
 
-A forward needs the forwards that feed its stage, a backward the backwards that its stage feeds, on whichever rank has
-the microbatch. Either ranks wait in a cycle, or everything ends; transfers and gradient sums add no
-cycles, because a rank receives in the order in which its partner sends and sums after its last backward.
+Orders are played with a fixed time per computation and without transfers. A forward needs the forwards that feed its
+stage, a backward the backwards of the stages that its stage feeds, on the rank that computes the microbatch. Either
+ranks wait for each other in a cycle, or all computations end. Transfers and gradient sums add no cycles, because a rank
+receives in the order in which its partner sends, and sums after its last backward.
 """
 
 from __future__ import annotations
@@ -37,22 +38,26 @@ _Row = tuple[int, int, int]
 def play_orders(
     plan: Plan, orders: Sequence[Order], needs: Needs, slots: Mapping[int, int] = SLOTS
 ) -> list[list[tuple[int, int]]]:
-    """Return start and end of every item of every rank, as early as possible. Raises DeadlockError with the cycle."""
+    """Return, by rank, (start, end) of each of its computations, in slots, if each runs as early as possible.
+
+    ``needs(backward, stage)`` gives the stages that must have computed the same microbatch before; ``slots`` the time
+    of each opcode. Raises DeadlockError, which names the cycle, if ranks wait for each other.
+    """
     return _Play(plan, orders, needs, slots).run()
 
 
 def picture_schedule(plan: Plan) -> Timeline:
     """Return the plan's schedule as papers draw it: a forward takes one slot, a backward two, transfers none.
 
-    Times of the timeline are slots. No graph is needed: every stage feeds the next one, or those that the
-    plan names. Raises as `compute_orders`, DeadlockError if the ranks wait in a cycle, and PlanError for more than
-    `MAX_PICTURED` instructions.
+    The times of the timeline (``start_ps``, ``end_ps``) are slots, not ps. No graph is needed: every stage feeds the
+    next stage, or those that `Plan.feeds` returns. Raises the errors of `compute_orders`, DeadlockError if the ranks
+    wait for each other in a cycle, and PlanError for more than `MAX_PICTURED` instructions.
     """
     count = 2 * plan.num_microbatches * len(plan.stages)
     if count > MAX_PICTURED:
         raise PlanError(
-            f"The plan has {count:,} forwards and backwards; up to {MAX_PICTURED:,} are drawn. Draw a plan of fewer "
-            "microbatches, or simulate this one."
+            f"The plan has {count:,} forwards and backwards, but at most {MAX_PICTURED:,} can be drawn. Draw a plan "
+            "with fewer microbatches, or simulate this plan."
         )
     orders = compute_orders(plan)
     if plan.workload.kind == "inference":
@@ -87,7 +92,10 @@ def picture_schedule(plan: Plan) -> Timeline:
 
 
 def without_backwards(order: Order, differentiated: NDArray[np.bool_]) -> Order:
-    """Return the order without backwards of stages that have none; ``differentiated`` of shape (stages,)."""
+    """Return the order without the backwards of stages that need no backward.
+
+    ``differentiated``, of shape (stages,), is True for stages that have a backward.
+    """
     kept = np.flatnonzero((order.columns.opcode == Opcode.FORWARD) | differentiated[order.columns.stage])
     lines, places = (
         tuple(told[place] for place in kept.tolist()) if told else () for told in (order.lines, order.places)
@@ -152,8 +160,8 @@ class _Play:
             rank = self._awaited(rank)[1]
         lines = "; ".join(self._describe(each) for each in path[path.index(rank) :])
         return DeadlockError(
-            f"{self._plan.schedule} can never finish: {len(stuck)} of {len(self._orders)} ranks wait in a circle or "
-            f"behind one: {lines}. Change the order of these instructions in the schedule."
+            f"{self._plan.schedule} can never finish: {len(stuck)} of {len(self._orders)} ranks wait for each other in "
+            f"a cycle, or for a rank in it: {lines}. Change the order of these instructions in the schedule."
         )
 
     def _awaited(self, rank: int) -> tuple[_Key, int]:
@@ -166,4 +174,4 @@ class _Play:
         (backward, stage, microbatch), other = self._awaited(rank)
         here = instruction_name(*self._rows[rank][place], -1)
         there = instruction_name(Opcode.BACKWARD if backward else Opcode.FORWARD, stage, microbatch, -1)
-        return f"rank {rank} stands before {here}{order.where(self._plan, place)}, which needs {there} of rank {other}"
+        return f"rank {rank} waits before {here}{order.where(self._plan, place)}, which needs {there} of rank {other}"

@@ -1,8 +1,8 @@
 """Rules for the order of one rank's computations (`RankRules`).
 
-They decide which computations may come next; they are checked one after the other. For each of the rank's stages, each
-of its microbatches runs once forward and once backward (whole, or first the part for inputs and later that for
-weights), the backward after its forward.
+Each microbatch of each of the rank's stages runs once forward and once backward, the backward after its forward. A
+backward is either whole, or has two parts: first the part for inputs, later the part for weights. `RankRules` checks
+the computations one after the other, in the order in which the rank runs them.
 """
 
 from __future__ import annotations
@@ -19,40 +19,46 @@ RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 class RankRules:
-    """Checks the computations of one rank in order; ``microbatches`` are those of each stage that it holds."""
+    """Checks the computations of one rank in order; ``microbatches`` lists, by stage, the rank's microbatches."""
 
     def __init__(self, microbatches: Mapping[int, Sequence[int]]) -> None:
         self.microbatches = microbatches
         self._run: set[tuple[int, int, int]] = set()
 
     def knows(self, stage: int, microbatch: int) -> bool:
-        """Return whether the rank computes this microbatch of this stage at all."""
+        """Return whether the rank computes this microbatch of this stage."""
         return microbatch in self.microbatches.get(stage, range(0))
 
     def expected(self) -> str:
-        """Return what the rank computes, for messages: ``stage 0 and a microbatch of 0 to 7; or stage 3 and ...``."""
+        """Return the rank's stages and microbatches as text: ``stage 0 and a microbatch of 0 to 7; or stage 3 ...``."""
         return "; or ".join(
             f"stage {stage} and a microbatch of {name_range(own)}" for stage, own in self.microbatches.items()
         )
 
     def take(self, opcode: Opcode, stage: int, microbatch: int) -> str:
-        """Record a computation of this rank; return what is wrong with it now ("twice; ..."), "" if it is valid."""
+        """Record the rank's next computation; return "" if it is valid, else the broken rule ("twice; ...").
+
+        The returned text continues a message such as "... was yielded".
+        """
         done = {kind for kind in COMPUTATIONS if (kind, stage, microbatch) in self._run}
         if (
             opcode in done
             or (opcode is Opcode.BACKWARD and done & _PARTS)
             or (opcode in _PARTS and Opcode.BACKWARD in done)
         ):
-            return "twice; each microbatch runs once each way"
+            return "twice; each microbatch runs once forward and once backward"
         if opcode is not Opcode.FORWARD and Opcode.FORWARD not in done:
             return "before its forward, whose values it needs"
         if opcode is Opcode.BACKWARD_WEIGHT and Opcode.BACKWARD_INPUT not in done:
-            return "before its BackwardInput, which comes first"
+            return "before its BackwardInput, which must run first"
         self._run.add((opcode, stage, microbatch))
         return ""
 
     def missing(self) -> str:
-        """Return what is missing, "" for nothing: ``Forward(stage=0, microbatch=3) (2 of 8 instructions ...)``."""
+        """Return a text about missing computations: ``Forward(stage=0, microbatch=3) (2 of 8 instructions ...)``.
+
+        Returns "" if all computations of the rank have been recorded.
+        """
         pairs = [(stage, microbatch) for stage, own in self.microbatches.items() for microbatch in own]
         missing = [("Forward", *pair) for pair in pairs if (Opcode.FORWARD, *pair) not in self._run]
         missing += [("Backward", *pair) for pair in pairs if not any((kind, *pair) in self._run for kind in RELEASING)]
@@ -67,7 +73,7 @@ class RankRules:
 
 
 def name_range(microbatches: Sequence[int]) -> str:
-    """Return text such as ``0, 1, 2``, or ``0 to 30 in steps of 2``, or ``0, 1, 3, ..., 30``."""
+    """Return microbatch numbers as text: ``0, 1, 2``, or ``0 to 30 in steps of 2``, or ``0, 1, 3, ..., 30``."""
     if len(microbatches) <= 4:
         return ", ".join(map(str, microbatches))
     if not isinstance(microbatches, range):

@@ -1,7 +1,8 @@
 """The messages between the stages of a plan (`find_crossings`), and their sends and receives in a program.
 
-A channel between two stages (`spec.slices`) is a route forwards, and one backwards if gradients come back. First the
-messages: bytes and pair of ranks of each; then when each is sent and received (`lay_out_transfers`).
+A channel between two stages (`spec.slices`) has a route for activations, and a second route in the opposite direction
+if gradients return. `find_crossings` lists the routes with their bytes; `lay_out_transfers` decides when each message
+is sent and received.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (
 
 
 class StageRoutes(NamedTuple):
-    """Messages between stages with every microbatch: columns of shape (routes,), and the routes of each stage.
+    """The routes on which every microbatch sends one message, from stage ``source`` to ``target``; shape (routes,).
 
-    ``leaving_offsets`` and ``arriving_offsets``, of shape (2·stages + 1,), index the routes that leave after, or must
-    have arrived before, the forwards (first half) and the backwards (second half) of each stage.
+    End e is the forwards of stage e, end stages + e the backwards of stage e. The routes
+    ``leaving[leaving_offsets[e]:leaving_offsets[e + 1]]`` leave after end e, and those of ``arriving`` must have
+    arrived before it. Both offsets have shape (2·stages + 1,).
     """
 
     source: Column
@@ -48,9 +50,10 @@ class StageRoutes(NamedTuple):
 class Computations(NamedTuple):
     """Computations of all ranks, rank by rank: rank r has ``offsets[r]:offsets[r + 1]``.
 
-    ``replica_offsets`` and ``replicas``: the ranks of each stage. ``turn_offsets`` and ``turns``: the indices into
-    ``replicas`` that compute the microbatches of each stage in turn, repeated cyclically. ``joint`` as
-    in `schedules.OrderColumns`. ``handle``: of the instruction, in the builder.
+    ``handle`` is the instruction's handle in the `ProgramBuilder`; ``joint`` has the meaning that it has in
+    `schedules.OrderColumns`. Stage s has the ranks ``replicas[replica_offsets[s]:replica_offsets[s + 1]]``.
+    ``turns[turn_offsets[s]:turn_offsets[s + 1]]`` are indices into ``replicas``: they compute the stage's microbatches
+    in turn, repeated cyclically.
     """
 
     offsets: Ids
@@ -66,9 +69,9 @@ class Computations(NamedTuple):
 
 
 class Sends(NamedTuple):
-    """Sends of all ranks, rank by rank; columns of shape (sends,), ``offsets`` (ranks + 1,).
+    """Sends of all ranks: rank r has ``offsets[r]:offsets[r + 1]`` of the columns, which have shape (sends,).
 
-    ``target`` is the rank that receives, ``after`` the handle of the producer.
+    ``target`` is the rank that receives, ``after`` the handle of the computation that makes the value.
     """
 
     offsets: Ids
@@ -79,10 +82,10 @@ class Sends(NamedTuple):
 
 
 class Receives(NamedTuple):
-    """Receives of all ranks, rank by rank; columns of shape (receives,), ``offsets`` (ranks + 1,).
+    """Receives of all ranks: rank r has ``offsets[r]:offsets[r + 1]`` of the columns, which have shape (receives,).
 
-    ``before`` is the handle of the consumer, ``send`` the index among the sends; ``gate`` the handle of the instruction
-    that must have ended before, -1 for none.
+    ``send`` is the index of the message in `Sends`, ``before`` the handle of the computation that needs the value.
+    ``gate`` is the handle of the computation that must end before the receive is issued, -1 if there is no such limit.
     """
 
     offsets: Ids
@@ -102,7 +105,7 @@ class Receives(NamedTuple):
 # All loops are compiled: a pipeline of a trillion parameters has 200,000 instructions, and is laid out in milliseconds.
 # Sorting uses numpy, because numba's sorts take seconds to compile.
 def lay_out_transfers(computations: Computations, routes: StageRoutes) -> tuple[Sends, Receives]:
-    """Return the sends and receives of all ranks, with what they wait for."""
+    """Return the sends and receives of all ranks, in order, with the handles for which they wait."""
     offsets = np.zeros((2, len(computations.offsets)), np.int64)
     leaving, arriving = _count(computations, routes)
     sends = Sends(
@@ -156,7 +159,10 @@ def _seat(turn_offsets: Column, turns: Column, stage: int, microbatch: int) -> i
 
 @compiled
 def find_last_backwards(computations: Computations) -> Ids:
-    """Return the index of the last backward of each stage on each of its ranks, ordered as ``replicas``; else -1."""
+    """Return the index of the last backward of each stage on each of its ranks, in the order of ``replicas``.
+
+    The result is -1 where there is no backward.
+    """
     _, _, opcode, stage, microbatch, _, _, replicas, turn_offsets, turns = computations
     last = np.full(len(replicas), -1, np.int64)
     for i in range(len(opcode)):
@@ -167,7 +173,10 @@ def find_last_backwards(computations: Computations) -> Ids:
 
 @compiled
 def find_first_forwards(computations: Computations) -> Ids:
-    """Return the index of the first forward of each stage on each of its ranks, ordered as ``replicas``; else -1."""
+    """Return the index of the first forward of each stage on each of its ranks, in the order of ``replicas``.
+
+    The result is -1 where there is no forward.
+    """
     _, _, opcode, stage, microbatch, _, _, replicas, turn_offsets, turns = computations
     first = np.full(len(replicas), -1, np.int64)
     for i in range(len(opcode) - 1, -1, -1):
@@ -178,7 +187,7 @@ def find_first_forwards(computations: Computations) -> Ids:
 
 @compiled
 def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
-    """Return the pairs of sender and receiver, in order of both, and the pair of each message."""
+    """Return the distinct (sender, receiver) pairs as two sorted columns, and the index of each send's pair."""
     num_ranks = len(sends.offsets) - 1
     sources, targets, number = np.empty_like(sends.target), np.empty_like(sends.target), np.empty_like(sends.target)
     met, number_of = np.full(num_ranks, -1, np.int32), np.empty(num_ranks, np.int32)
@@ -306,14 +315,14 @@ def _look_ahead(computations: Computations, receives: Receives) -> None:
 
 
 class Crossings(NamedTuple):
-    """The routes between stages, and for each route its bytes and whether it carries gradients."""
+    """The routes between stages, and for each route the bytes of one message and whether it carries gradients."""
 
     routes: StageRoutes
     num_bytes: Ids
     is_gradient: NDArray[np.bool_]
 
     def needs(self, backward: bool, stage: int) -> list[int]:
-        """Return the stages that must have computed a microbatch before a stage can."""
+        """Return the stages that must compute a microbatch before ``stage`` can, in the forward or the backward."""
         routes = self.routes
         end = stage + backward * (len(routes.arriving_offsets) // 2)
         arriving = routes.arriving[routes.arriving_offsets[end] : routes.arriving_offsets[end + 1]]
@@ -321,7 +330,7 @@ class Crossings(NamedTuple):
 
 
 def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
-    """Return the messages between stages: sent after each forward and backward, and awaited before it."""
+    """Return the routes between stages, with the bytes of one microbatch's message on each."""
     graph = as_computed(graph, plan.workload.numbers)
     size, float_bytes = plan.microbatch_size, plan.workload.float_bytes
     if isinstance(plan, Plan):
@@ -363,7 +372,7 @@ def _ragged(lists: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32
 
 
 def join_orders(plan: Plan | Placement, orders: RankOrders, computed: Ids) -> Computations:
-    """Return the computations of all ranks with their handles, and the ranks of each stage's replicas."""
+    """Return the computations of all ranks with their handles ``computed``, and the ranks of each stage's replicas."""
     columns = orders.columns
     replica_offsets, replicas = _ragged([list(stage.ranks) for stage in plan.stages])
     turn_offsets, turns = _ragged([list(stage.turns) for stage in plan.stages])
@@ -383,7 +392,7 @@ def join_orders(plan: Plan | Placement, orders: RankOrders, computed: Ids) -> Co
 
 
 def append_orders(builder: ProgramBuilder, plan: Plan | Placement, orders: RankOrders) -> Computations:
-    """Append the computations of all ranks."""
+    """Append the computations of all ranks to their compute streams; return them with their handles."""
     columns = orders.columns
     computed = builder.extend(
         orders.offsets, "compute", opcode=columns.opcode, stage=columns.stage, microbatch=columns.microbatch
@@ -392,7 +401,7 @@ def append_orders(builder: ProgramBuilder, plan: Plan | Placement, orders: RankO
 
 
 def append_transfers(builder: ProgramBuilder, computations: Computations, crossings: Crossings) -> None:
-    """Append sends after the computations that produce their values, receives before those that consume them."""
+    """Append sends after the computations that make the values, and receives before the computations that need them."""
     routes = crossings.routes
     sends, receives = lay_out_transfers(computations, routes)
     groups = _number_groups(builder, sends)

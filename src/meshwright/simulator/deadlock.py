@@ -38,8 +38,8 @@ def raise_deadlock(program: Program, unrolled: Unrolled, end_ps: Ids, position: 
         num_used = int((np.diff(offsets) > 0).sum())
         circle = find_circle(unrolled.network, unrolled.stream, end_ps, position)
         raise DeadlockError(
-            f"The program can never finish: {num_stuck} of {num_used} streams wait in a circle or behind one. "
-            f"{_tell(program, unrolled, end_ps, position, circle)}. "
+            f"The program can never finish: {num_stuck} of {num_used} streams wait for each other in a cycle, or for a "
+            f"stream in it. {_tell(program, unrolled, end_ps, position, circle)}. "
             "Change the order of these instructions in the schedule."
         )
 

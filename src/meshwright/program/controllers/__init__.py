@@ -1,11 +1,12 @@
-"""Policies that decide while a program runs, each a pure function (`spec.control`).
+"""Controllers: policies that issue instructions while a program runs, each a pure function (`spec.control`).
 
-`BackupWorkers`   apply the first gradients of a version, drop late ones
-`StoppedBackups`  the same, but late workers are stopped, and begin the next version with all others
-`BoundedDelay`    a parameter server; no worker is more than a number of clocks ahead of the slowest
+`BackupWorkers`   each version of the weights takes the first gradients that arrive; late gradients are dropped
+`StoppedBackups`  the same, but late workers are stopped, and begin the next version together with all workers
+`BoundedDelay`    parameter servers; no worker is more than a given number of iterations ahead of the slowest
 `PartialReduce`   the first ready workers average their gradients
 
-All of them extend an empty program, ``ProgramBuilder(controller.num_ranks).build(...)``, and come to an end.
+Each of them extends an empty program, ``ProgramBuilder(controller.num_ranks).build(...)``, and ends after the number
+of versions or iterations that it was given.
 """
 
 from meshwright.program.controllers.backup_workers import BackupWorkers, StoppedBackups

@@ -18,9 +18,10 @@ from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """The current version, how many of its gradients came in time, and the workers that wait for the next one.
+    """State of `BackupWorkers`: the current version of the weights and the gradients counted so far.
 
-    ``applied`` and ``dropped`` count gradients of all versions.
+    ``num_arrived``: gradients of this version that arrived in time. ``waiting``: workers that wait for the next
+    version. ``applied`` and ``dropped``: gradients of all versions.
     """
 
     version: int = 0
@@ -32,7 +33,12 @@ class Versions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backups:
-    """Ranks 0 to ``num_workers`` - 1 compute, the last is the server; all parameters have ``num_bytes``."""
+    """Settings of synchronous training with backup workers, for ``num_versions`` updates of the weights.
+
+    Ranks 0 to ``num_workers`` - 1 compute, rank ``num_workers`` is the server. An update takes the first
+    ``num_workers`` - ``num_backups`` gradients. ``num_bytes``: bytes of all parameters together. Raises ProgramError
+    for a number outside its bounds.
+    """
 
     num_workers: int
     num_backups: int
@@ -49,7 +55,7 @@ class Backups:
 
     @property
     def num_ranks(self) -> int:
-        """Number of workers and the server."""
+        """Number of ranks: the workers and the server."""
         return self.num_workers + 1
 
 
@@ -60,7 +66,7 @@ class BackupWorkers(Backups):
     initial: Versions = field(default=Versions())
 
     def decide(self, state: Versions, event: Event, now_ps: int) -> tuple[Versions, Decision]:  # noqa: ARG002
-        """Handle the arrival of a gradient or the end of an update."""
+        """Return the next state and the instructions to issue after a start, an arrived gradient or an update."""
         match event:
             case Started():
                 return state, self._begin(0, tuple(range(self.num_workers)), event.next_handle)
@@ -112,9 +118,11 @@ class BackupWorkers(Backups):
 # `BackupWorkers` lets late workers finish their computation and begin with the version after next.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """The current version, how many of its gradients have arrived, and the computing workers with two handles each.
+    """State of `StoppedBackups`: the current version of the weights and the gradients counted so far.
 
-    ``applied``, ``dropped`` and ``abandoned`` count gradients of all versions: in time, too late, and never computed.
+    ``num_arrived``: gradients of this version that have arrived. ``computing``: (worker, handle of its forward, handle
+    of its backward) of each worker that computes. Over all versions, ``applied`` gradients came in time, ``dropped``
+    ones came too late, and ``abandoned`` ones were never finished.
     """
 
     version: int = 0
@@ -132,7 +140,10 @@ class StoppedBackups(Backups):
     initial: Race = field(default=Race())
 
     def decide(self, state: Race, event: Event, now_ps: int) -> tuple[Race, Decision]:  # noqa: ARG002
-        """Handle the end of a backward, the arrival of a gradient, or the end of an update."""
+        """Return the next state and the instructions to issue or abandon.
+
+        Called after a start, a backward, an arrived gradient or an update.
+        """
         match event:
             case Started():
                 return self._begin(state, event.next_handle)

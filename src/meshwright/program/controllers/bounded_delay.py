@@ -1,9 +1,9 @@
 """Parameter servers with bounded delay: workers run independently, but not too far ahead of each other.
 
-A worker's clock is the number of its applied gradients. It begins an iteration when its clock is at most S
-ahead of the slowest, computes on the servers' current parameters, and pushes the gradient; each of the k servers holds
-an equal part of all parameters and applies pushes of that part one by one as they arrive. A gradient is applied when
-all servers have applied their parts. S = 0 is synchronous; without a bound no worker waits. Sources: Ho et al., "More
+A worker's clock is the number of its applied gradients. The worker begins an iteration when its clock is at most S
+(``max_delay``) ahead of the slowest worker's clock. It computes on the servers' current parameters and pushes the
+gradient. Each of the k servers holds an equal part of all parameters and applies pushes of that part one by one as they
+arrive. A gradient is applied when all servers have applied their parts. S = 0 is synchronous. Sources: Ho et al., "More
 Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013); Li et al., "Scaling Distributed
 Machine Learning with the Parameter Server" (2014), section 3.4.
 """
@@ -23,9 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """The clock of each worker, the waiting workers, and the number of servers that applied each one's last gradient.
+    """State of `BoundedDelay`.
 
-    Per server: the workers whose pushes it holds, in order of arrival, and how many pushes it has applied.
+    ``clocks``: applied gradients of each worker. ``waiting``: workers that are too far ahead. ``parts``: for each
+    worker, the number of servers that have applied its latest gradient. ``pushed``: for each server, the workers whose
+    pushes it has not yet applied, in order of arrival. ``applied``: for each server, the number of applied pushes.
     """
 
     clocks: tuple[int, ...]
@@ -37,7 +39,12 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedDelay:
-    """Ranks 0 to ``num_workers`` - 1 compute, the others are servers; all parameters have ``num_bytes``."""
+    """Controller of parameter servers with bounded delay, for ``num_clocks`` iterations of each worker.
+
+    Ranks 0 to ``num_workers`` - 1 compute, the following ``num_servers`` ranks are servers. ``max_delay``: iterations
+    by which a worker may be ahead of the slowest one. ``num_bytes``: bytes of all parameters together. Raises
+    ProgramError for a number outside its bounds.
+    """
 
     num_workers: int
     max_delay: int
@@ -56,17 +63,20 @@ class BoundedDelay:
 
     @property
     def num_ranks(self) -> int:
-        """Number of workers and servers."""
+        """Number of ranks: workers and servers."""
         return self.num_workers + self.num_servers
 
     @property
     def initial(self) -> Clocks:
-        """The state before anything is computed."""
+        """The state before the first event: all clocks are 0."""
         nobody, nothing = (0,) * self.num_workers, (0,) * self.num_servers
         return Clocks(clocks=nobody, parts=nobody, pushed=((),) * self.num_servers, applied=nothing)
 
     def decide(self, state: Clocks, event: Event, now_ps: int) -> tuple[Clocks, Decision]:  # noqa: ARG002
-        """Handle the arrival or the application of a part of a gradient."""
+        """Return the next state and the instructions to issue.
+
+        Called after the start, when a part of a gradient has arrived at its server, and when a server has applied it.
+        """
         match event:
             case Started():
                 return self._begin(state, range(self.num_workers), event.next_handle)

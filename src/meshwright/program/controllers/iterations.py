@@ -18,7 +18,11 @@ WORKER, SERVER = 0, 1
 def computation(
     rank: int, microbatch: int, version: int, *, waits: tuple[int, ...], watched: bool, abandonable: bool = False
 ) -> list[Issue]:
-    """Return forward and backward of one microbatch; ``watched`` applies to the backward."""
+    """Return the issues of the forward and the backward of one microbatch on worker ``rank``.
+
+    The forward waits for the handles in ``waits``. If ``watched``, the controller receives an event when the backward
+    ends. If ``abandonable``, a later decision may abandon both.
+    """
     facts = {"stage": WORKER, "microbatch": microbatch, "version": version}
     forward, backward = Forward(**facts), Backward(**facts)
     return [
@@ -28,7 +32,10 @@ def computation(
 
 
 def pull(server: int, place: int, rank: int, microbatch: int, num_bytes: int) -> list[Issue]:
-    """Return the send of parameters by server number ``place``, and the worker's receive."""
+    """Return the issues by which worker ``rank`` gets parameters: the server's send and the worker's receive.
+
+    ``server`` is the server's rank, ``place`` its number among the servers, from 0.
+    """
     facts = {"microbatch": microbatch, "num_bytes": num_bytes}
     send = Send(stage=SERVER + place, peer=WORKER, payload="activation", **facts)
     receive = Receive(stage=WORKER, peer=SERVER + place, payload="activation", **facts)
@@ -40,13 +47,21 @@ def pull(server: int, place: int, rank: int, microbatch: int, num_bytes: int) ->
 
 
 def push(server: int, place: int, rank: int, microbatch: int, num_bytes: int, *, backward: int) -> Issue:
-    """Return the worker's send of its gradient after its backward; the controller watches its arrival."""
+    """Return the send of a gradient from worker ``rank`` to a server, after the instruction ``backward`` (a handle).
+
+    ``server`` is the server's rank, ``place`` its number among the servers, from 0. The controller receives an event
+    when the send ends.
+    """
     send = Send(stage=WORKER, peer=SERVER + place, microbatch=microbatch, payload="gradient", num_bytes=num_bytes)
     return Issue(rank=rank, stream="send", instruction=send, group=(rank, server), waits=(backward,), watched=True)
 
 
 def arrival(server: int, rank: int, send: Send) -> Issue:
-    """Return the receive of a gradient; issue it on arrival, because the receives of a rank end in order of issue."""
+    """Return the receive that matches ``send``, on the rank ``server``.
+
+    Issue it when the gradient has arrived: the receives of a rank end in order of issue, so a receive that is issued
+    earlier would delay those of faster workers.
+    """
     receive = Receive(
         stage=send.peer, peer=WORKER, microbatch=send.microbatch, payload="gradient", num_bytes=send.num_bytes
     )
@@ -56,9 +71,11 @@ def arrival(server: int, rank: int, send: Send) -> Issue:
 def iteration(
     servers: Sequence[int], rank: int, microbatch: int, version: int, num_bytes: int, *, first: int, pulls: bool
 ) -> list[Issue]:
-    """Return all issues of an iteration with servers, which hold equal parts of all bytes.
+    """Return the issues of one iteration of worker ``rank``: pulls, forward, backward, and one push to each server.
 
-    ``first`` is the handle of the first instruction; the last ones are the pushes, one to each server.
+    ``servers`` are ranks; each holds an equal part of the ``num_bytes`` of parameters. ``first`` is the handle of the
+    first returned instruction. Without ``pulls`` the worker computes on the parameters that it has. The pushes come
+    last, in the order of ``servers``.
     """
     share, rest = divmod(num_bytes, len(servers))
     parts = [(server, place, share + (place < rest)) for place, server in enumerate(servers)]
@@ -72,7 +89,10 @@ def iteration(
 
 
 def check_counts(**bounds_of: tuple[int, Any, int | None]) -> None:
-    """Raise ProgramError unless each value is whole and between its bounds: name = (least, value, most or None)."""
+    """Raise ProgramError unless each value is a whole number between its bounds (inclusive).
+
+    Each argument is ``name=(least, value, most)``; ``most`` is None if there is no upper bound.
+    """
     for name, (least, value, most) in bounds_of.items():
         if not isinstance(value, int) or value < least or (most is not None and value > most):
             expected = f"{least} or more" if most is None else f"{least} to {most}"

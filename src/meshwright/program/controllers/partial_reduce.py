@@ -19,7 +19,11 @@ from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The iterations that each worker has left to reduce, and the ready workers with their backwards' handles."""
+    """State of `PartialReduce`.
+
+    ``left``: for each worker, the iterations whose gradients are not yet averaged. ``ready``: (worker, handle of its
+    backward) of each worker that waits for a group, in order of readiness.
+    """
 
     left: tuple[int, ...]
     ready: tuple[tuple[int, int], ...] = ()
@@ -27,7 +31,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialReduce:
-    """Ranks 0 to ``num_workers`` - 1 compute; all gradients have ``num_bytes``."""
+    """Controller of partial reduce, for ``num_iterations`` iterations of each worker.
+
+    Ranks 0 to ``num_workers`` - 1 compute; the first ``group_size`` ready workers form a group. ``num_bytes``: bytes
+    of all gradients of a worker together. Raises ProgramError for a number outside its bounds.
+    """
 
     num_workers: int
     group_size: int
@@ -44,7 +52,7 @@ class PartialReduce:
 
     @property
     def num_ranks(self) -> int:
-        """Number of workers."""
+        """Number of ranks; every rank is a worker."""
         return self.num_workers
 
     @property
@@ -53,7 +61,7 @@ class PartialReduce:
         return Ready(left=(self.num_iterations,) * self.num_workers)
 
     def decide(self, state: Ready, event: Event, now_ps: int) -> tuple[Ready, Decision]:  # noqa: ARG002
-        """Handle the end of a backward."""
+        """Return the next state and the instructions to issue after the start or after a worker's backward."""
         match event:
             case Started():
                 every = [self._compute(state, worker) for worker in range(self.num_workers)]

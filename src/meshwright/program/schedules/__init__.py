@@ -1,8 +1,8 @@
-"""Schedules: the order in which each rank computes. They yield data; nothing is executed here.
+"""Schedules: the order in which each rank computes, as data; nothing is executed here.
 
-A named schedule is a function plan → the computations of all ranks as columns. It needs a layout (`seats`): where
-the stages lie, and with how many replicas. Replica r of a stage with R replicas has the microbatches r, r + R, ...,
-or in `shares` those of its share.
+A named schedule is a function of a plan that returns the computations of all ranks as columns. Each schedule requires
+that stages are assigned to ranks in a certain way (`seats`), with p ranks per pipeline. Replica r of a stage with R
+replicas computes the microbatches r, r + R, ..., or those of its share if the plan has ``shares``.
 
     chunked          gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
                      interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i
@@ -10,7 +10,7 @@ or in `shares` those of its share.
     asynchronous     pipedream, pipedream-vertical, pipedream-2bw, hetpipe    one stage on a rank; besides
                      the order, weight versions that are stashed and dropped
 
-A user's own schedules yield typed instructions: `own_schedules` finds them, `orders` checks what they yield.
+A user's own schedules yield typed instructions: `own_schedules` finds the schedule, `orders` checks its instructions.
 """
 
 from __future__ import annotations

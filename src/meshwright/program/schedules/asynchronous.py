@@ -1,28 +1,28 @@
 """Asynchronous schedules: every rank continues with the next minibatch while older ones are in flight.
 
-A microbatch of the plan is a *minibatch*; a step of the plan, its ``num_microbatches`` minibatches, is one repetition
-of the body. Stage s has R_s replicas, each with k_s = `num_active` minibatches in flight; a replica computes
-its local minibatches j = 0, 1, ... in the order
+Here a microbatch of the plan is called a *minibatch*, as in the papers. A step of the plan, with its M =
+``num_microbatches`` minibatches, is one repetition of the program's body. Stage s has R_s replicas, each with k_s =
+`num_active` minibatches in flight; a replica computes its local minibatches j = 0, 1, ... in the order
 
     F(0) ... F(k_s - 1),  then for each j:  B(j), update if due, F(j + k_s)
 
 so that u = max(0, j - k_s + 1) of its backwards are done when F(j) begins. F(j) and B(j) use the same version of the
-weights; version v is the result of v updates. If an update comes in between, a copy of the version is kept (`Stash`)
-from the update until the last backward that needs it (`Drop`).
+weights; version v is the result of v updates. If an update comes between F(j) and B(j), a copy of the version is kept
+(`Stash`) from the update until the last backward that needs the copy (`Drop`).
 
     schedule              update                   version of minibatch m = j R_s + r at stage s
     pipedream             every R_s minibatches    max(0, j - k_s + 1): the newest
     pipedream-vertical    the same                 max(0, m // R_e - k_e + 1) R_e // R_s: at all stages the one with
                                                    which m entered the pipeline (vertical sync)
-    pipedream-2bw         every M minibatches      max(0, m // M - 1), with M = num_microbatches
+    pipedream-2bw         every M minibatches      max(0, m // M - 1)
     hetpipe               every minibatch, and     u + max(0, u // n - D) with n = M / R and u of the first stage: all
                           a merge of each wave     stages have the version with which j entered the pipeline
 
-In `hetpipe` the r-th replicas of all stages are a *virtual worker*, which updates its own weights. Each n of its
-minibatches are a wave. After a wave its updates are summed over the replicas, and as soon as wave c is done, the
-changes that the other workers made in wave c - D are merged into the weights. So a virtual worker is at most D waves
-ahead of another, and a minibatch lacks the updates of at most (D + 1) n + k_0 - 2 earlier minibatches of another;
-HetPipe's own waves have n = k_0, which is its s_local + 1.
+In `hetpipe` the r-th replicas of all stages are a *virtual worker*, which updates its own weights. Every n of its
+minibatches form a wave. After a wave the wave's updates are summed over the virtual workers, and as soon as wave c is
+done, the changes that the other workers made in wave c - D are merged into the weights (D is the plan's ``staleness``).
+So a virtual worker is at most D waves ahead of another, and a minibatch lacks the updates of at most
+(D + 1) n + k_0 - 2 earlier minibatches of another worker; HetPipe's own waves have n = k_0, its s_local + 1.
 
 e is the stage with the most minibatches (k_e - 1) R_e between an update and its use: the first one, unless stages have
 different numbers of replicas and another one waits longer.
@@ -31,9 +31,9 @@ Sources: Narayanan et al., PipeDream (SOSP 2019, section 3.3), and Memory-Effici
 (ICML 2021, 2006.09503, section 3.1) for 2BW, double-buffered weights; Park et al., HetPipe (ATC 2020, 2005.14038) for
 waves, with an all-reduce in place of its parameter servers, which lets the same minibatches begin.
 
-W = M (ceil(max(k_s R_s) / M) + D) minibatches, D = 0 without waves, run in the prologue: then the version of
-every minibatch that begins or ends grows with it, so that all repetitions of the body are alike. W more follow in
-the epilogue, until all minibatches have left the pipeline.
+W = M (ceil(max(k_s R_s) / M) + D) minibatches, with D = 0 without waves, run in the prologue. From then on, each
+repetition of the body uses the versions of the repetition before, increased by the same number, so that all repetitions
+are alike. W more minibatches follow in the epilogue, until all minibatches have left the pipeline.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ _OPCODES = np.array(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EndlessOrder:
-    """The order of a rank with the body once: computations, updates, copies; all of shape (n,).
+    """The order of a rank in a run with the body once: computations, updates, and copies of weights.
 
-    ``microbatch`` is -1 except for computations; ``section`` is `PROLOGUE`, `BODY` or `EPILOGUE`, in this order.
+    All columns have shape (n,). ``microbatch`` is -1 except for computations; ``version`` is the version of the
+    weights; ``section`` is `PROLOGUE`, `BODY` or `EPILOGUE`.
     """
 
     stage: int
@@ -78,7 +79,7 @@ class EndlessOrder:
         return len(self.opcode)
 
     def computations(self) -> OrderColumns:
-        """Return the computations alone."""
+        """Return only the forwards and backwards, without updates and copies."""
         chosen = np.isin(self.opcode, COMPUTATIONS)
         return make_columns(self.opcode[chosen], self.stage, self.microbatch[chosen])
 
@@ -86,7 +87,8 @@ class EndlessOrder:
 def endless_order(plan: Plan, rank: int) -> EndlessOrder:
     """Return the order of a rank under an asynchronous schedule.
 
-    Raises PlanError for a layout or number of microbatches that the schedule does not support.
+    Raises PlanError if the schedule does not support the plan's stages, replicas or number of microbatches, and for
+    inference.
     """
     seat = sit_alone(plan).of(rank)
     _check(plan)
@@ -132,7 +134,7 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
 
 
 def minibatches_per_update(plan: Plan, stage: int) -> int:
-    """Return the number of minibatches per update of a stage; all microbatches for a synchronous schedule."""
+    """Return after how many minibatches a stage updates its weights; a synchronous schedule: after all microbatches."""
     if not plan.is_asynchronous:
         return plan.num_microbatches
     turns = _RULES[plan.schedule][1](plan, stage)
@@ -141,9 +143,9 @@ def minibatches_per_update(plan: Plan, stage: int) -> int:
 
 
 def num_filling_steps(plan: Plan) -> int:
-    """Return the number of global batches that fill and empty the pipeline, the shortest run.
+    """Return how many global batches an asynchronous schedule needs to fill and empty the pipeline.
 
-    It is 0 for synchronous schedules.
+    No run is shorter. Returns 0 for synchronous schedules.
     """
     return 2 * _fill(plan) // plan.num_microbatches if plan.is_asynchronous else 0
 
@@ -205,8 +207,8 @@ _RULES: dict[str, tuple[Versions, Callable[[Plan, int], int]]] = {
 def _check(plan: Plan) -> None:
     if plan.workload.kind == "inference":
         raise PlanError(
-            f"The schedule {plan.schedule} was given for inference, where no weights change. Choose 1f1b: without "
-            "backwards its pipeline is never drained."
+            f"The schedule {plan.schedule} was given for inference, where weights never change. Choose 1f1b: without "
+            "backwards, its pipeline stays full."
         )
     replicas = [len(stage.ranks) for stage in plan.stages]
     if plan.schedule == WAVES and len(set(replicas)) > 1:
@@ -224,6 +226,7 @@ def _check(plan: Plan) -> None:
         if plan.schedule == "pipedream-2bw" and num_active(plan, index) * len(stage.ranks) > plan.num_microbatches:
             raise PlanError(
                 f"The schedule {plan.schedule} was given {plan.num_microbatches} microbatches between two updates, "
-                f"while {num_active(plan, index) * len(stage.ranks)} are in flight at stage {index}; with fewer "
-                "between updates than in flight, two versions are not enough. Choose more microbatches."
+                f"while {num_active(plan, index) * len(stage.ranks)} are in flight at stage {index}; two versions of "
+                "the weights suffice only if there are at least as many microbatches between updates as in flight. "
+                "Choose more microbatches."
             )

@@ -1,20 +1,21 @@
-"""Schedules of bidirectional pipelines: every rank holds a stage near each end.
+"""Schedules of bidirectional pipelines: every rank holds a stage near each end of the model.
 
     zb-v         stages i and 2p - 1 - i on position i, backwards in two parts        Qi et al., 2024 (2405.15362), ZB-V
     dualpipe     two replicas of every stage, microbatches enter from both ends       DeepSeek-V3 report (2412.19437)
-    dualpipe-v   its half, folded like zb-v                                           deepseek-ai/DualPipe, README
+    dualpipe-v   half of dualpipe, folded like zb-v                                   deepseek-ai/DualPipe, README
 
-DualPipe in steps, at distance d from the outer end of P positions (dualpipe: half of them), c microbatches in each
-direction; chunk 0 is the stage near its own end, 1 the other; F, B, I, W as in `spec.program`:
+The table gives the steps of DualPipe for a rank at distance d from the outer end of P positions (in dualpipe: P is half
+of all positions), with c microbatches in each direction. Chunk 0 is the rank's stage nearer to its own end, chunk 1 the
+other. F is a forward, B a whole backward, I a backward's part for inputs, W its part for weights:
 
     1  (P - d - 1)·2    F0                  5  P - d - 1    B1, then (F1 B0)
     2  d + 1            F0 F1               6  d + 1        B1 B0, from the middle on in two parts
     3  P - d - 1        I1 W F1             7  P - d - 1    W I0
     4  c - 2P + d + 1   (F0 B1) (F1 B0)        8  d + 1        W
 
-Computations in brackets run together (`OrderColumns.joint`): the original overlaps the computation of one with the
-communication of the other. The first forward of step 4 at the turning point runs alone, because nothing is there to
-overlap with it.
+Computations in brackets run together (`OrderColumns.joint`): DeepSeek's implementation overlaps the computation of one
+with the communication of the other. At the turning point (d = P - 1), the first forward of step 4 runs alone, because
+no backward is ready to overlap with it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ JointRow = tuple[Opcode, int, int, bool]
 
 @writes_orders("zb-v")
 def zb_v(plan: Plan) -> RankOrders:
-    """Return the zero-bubble V schedule, which needs the memory of 1f1b."""
+    """Return the orders of the zero-bubble V schedule (ZB-V), which needs about the memory of 1f1b."""
     seats = sit_in_a_v(plan)
     return join_ranks(_zb_v_of(seats.of(rank)) for rank in range(plan.num_ranks))
 
@@ -94,7 +95,10 @@ def _zb_v(size: int, position: int, count: int) -> Iterator[Row]:
 
 @writes_orders("dualpipe-v")
 def dualpipe_v(plan: Plan) -> RankOrders:
-    """Return DualPipe folded in two. Raises PlanError for fewer than 2p microbatches."""
+    """Return the orders of DualPipe-V, DualPipe folded in two.
+
+    Raises PlanError for fewer than 2p microbatches per replica, with p ranks in a pipeline.
+    """
     seats = sit_in_a_v(plan)
     return join_ranks(_dualpipe_v_of(plan, seats.of(rank)) for rank in range(plan.num_ranks))
 
@@ -108,7 +112,10 @@ def _dualpipe_v_of(plan: Plan, seat: Seat) -> OrderColumns:
 
 @writes_orders("dualpipe")
 def dualpipe(plan: Plan) -> RankOrders:
-    """Return DualPipe, with microbatches from both ends. Raises PlanError for fewer than 2p, or an odd number."""
+    """Return the orders of DualPipe, where microbatches enter from both ends.
+
+    Raises PlanError for fewer than 2p microbatches, with p stages, or an odd number of them.
+    """
     seats = sit_both_ways(plan)
     _require(plan, plan.num_microbatches, 2 * seats.num_positions, even=True)
     return join_ranks(_dualpipe_of(plan, seats.of(rank)) for rank in range(plan.num_ranks))

@@ -10,15 +10,16 @@
 PipeDream-Flush with replicated stages: k = ceil((R_s + R_(s+1) + …) / R_s), PipeDream's number of active minibatches
 per replica; no order of such ranks can deadlock, because k_s R_s > (k_(s+1) - 1) R_(s+1).
 
-Where replicas have shares of the microbatches, GPipe and 1F1B have windows in place of counts. With equal replicas 1F1B
-keeps k microbatches of a replica in flight. Where replica r of stage s computes m_r of M microbatches, one is due every
-M / m_r microbatches, and it runs
+If replicas have shares of the microbatches, a window limits the microbatches in flight of GPipe and 1F1B instead of a
+count. (With equal replicas, 1F1B keeps k microbatches of a replica in flight.) Replica r of stage s computes m_r of the
+M microbatches, one out of every M / m_r, and runs
 
-    forward of m before backward of b  if  m - b < w_r = floor(M / m_r) + q        q = Σ stages behind max ceil(M / m_r)
+    forward of m before backward of b  if  m - b < w_r = floor(M / m_r) + q     q = Σ later stages: max ceil(M / m_r)
 
-that is, while b is on its way through the later stages and back, and none of their replicas is waited for. With equal
-shares this is PipeDream's number of active minibatches. No order of such ranks can deadlock: let forwards of microbatch
-m happen at m, backwards at m + w_r; then every w_r of a stage is above q, and no w_r of the next one is.
+that is, while b passes through the later stages and back, without a wait for any of their replicas. With equal shares
+this is PipeDream's number of active minibatches. No order of such ranks can deadlock: assume that the forward of
+microbatch m happens at time m and its backward at m + w_r; then every w_r of a stage is above q, and no w_r of the next
+stage is.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ _FORWARD, _BACKWARD, _INPUT, _WEIGHT = (
 # microbatch (s // (k·v))·k + s mod k, of v chunks and rounds of k microbatches; backwards are the same with the chunks
 # in reverse.
 def write_in_turn(seats: Seats, ahead: Ids, round_size: Ids, *, last_first: bool = False) -> RankOrders:
-    """Write orders of at most ``ahead`` forwards ahead, in rounds of ``round_size`` microbatches, both by rank.
+    """Return orders in which rank r runs at most ``ahead[r]`` forwards ahead of its backwards.
 
-    ``last_first``: backwards begin with the last microbatch of a round.
+    Microbatches go through a rank's stages in rounds of ``round_size[r]``: first all of a round through one stage, then
+    through the next. ``last_first``: the backwards of a round begin with its last microbatch.
     """
     orders = _empty(seats, 2)
     dealt = seats.firsts, seats.steps
@@ -69,9 +71,9 @@ def write_in_turn(seats: Seats, ahead: Ids, round_size: Ids, *, last_first: bool
 
 
 def write_zero_bubble(seats: Seats, ahead: Ids, behind: Ids) -> RankOrders:
-    """Write orders by rank: forwards ``ahead``, then gradients of inputs and forwards in turn.
+    """Return orders with backwards in two parts: rank r runs ``ahead[r]`` forwards, then input gradients and forwards.
 
-    Gradients of weights are deferred until they are ``behind``.
+    Input gradients and forwards alternate. Weight gradients are deferred until ``behind[r]`` of them are waiting.
     """
     orders = _empty(seats, 3)
     _write_zero_bubble(
@@ -162,7 +164,10 @@ def _write_zero_bubble(
 # Megatron-LM, which requires multiples of p.
 @writes_orders("interleaved")
 def interleaved(plan: Plan) -> RankOrders:
-    """Return Megatron-LM's virtual pipeline. Raises PlanError for microbatches that do not divide into equal rounds."""
+    """Return the orders of interleaved 1F1B, Megatron-LM's schedule for virtual pipeline stages.
+
+    Raises PlanError for microbatches that do not divide into equal rounds.
+    """
     seats = sit_in_turn(plan)
     sizes = _round_sizes(plan, seats)
     ahead = (seats.stages.shape[1] - 1) * sizes + 2 * (seats.num_positions - 1 - seats.positions)
@@ -171,7 +176,10 @@ def interleaved(plan: Plan) -> RankOrders:
 
 @writes_orders("looped-bfs")
 def looped_breadth_first(plan: Plan) -> RankOrders:
-    """Return all microbatches through one chunk after the other; backwards start with the last one, as in torch."""
+    """Return orders in which all microbatches pass one stage of a rank, then its next stage.
+
+    Backwards start with the last microbatch, as in torch.
+    """
     seats = sit_in_turn(plan)
     return write_in_turn(seats, seats.stages.shape[1] * seats.counts, seats.counts, last_first=True)
 
@@ -182,7 +190,7 @@ def _round_sizes(plan: Plan, seats: Seats) -> NDArray[np.int64]:
     for rank in np.flatnonzero(seats.counts % rounds)[:1].tolist():
         count, number = int(seats.counts[rank]), int(rounds[rank])
         raise PlanError(
-            f"The schedule {plan.schedule} takes {count} microbatches of a replica in {number} equal rounds over "
+            f"The schedule {plan.schedule} runs the {count} microbatches of a replica in {number} equal rounds over "
             f"{seats.num_positions} positions; expected a multiple of {number}. Choose {number * (count // number)} or "
             f"{number * (count // number + 1)} microbatches for each replica."
         )
@@ -191,7 +199,7 @@ def _round_sizes(plan: Plan, seats: Seats) -> NDArray[np.int64]:
 
 @writes_orders("gpipe")
 def gpipe(plan: Plan) -> RankOrders:
-    """Return GPipe: all forwards, then all backwards in the same order."""
+    """Return the orders of GPipe: all forwards, then all backwards in the same order."""
     if plan.has_shares:
         return write_windows(plan, [[plan.num_microbatches] * len(stage.ranks) for stage in plan.stages])
     seats = sit_alone(plan)
@@ -200,7 +208,7 @@ def gpipe(plan: Plan) -> RankOrders:
 
 @writes_orders("1f1b")
 def one_forward_one_backward(plan: Plan) -> RankOrders:
-    """Return 1F1B: fill the pipeline, then alternate one backward and one forward, then drain."""
+    """Return the orders of 1F1B: fill the pipeline, then alternate one backward and one forward, then drain."""
     if plan.has_shares:
         return write_windows(plan, find_windows(plan))
     seats = sit_alone(plan)
@@ -209,21 +217,25 @@ def one_forward_one_backward(plan: Plan) -> RankOrders:
 
 @writes_orders("zb-h1")
 def zb_h1(plan: Plan) -> RankOrders:
-    """Return ZB-H1: zero bubble within the memory of 1f1b."""
+    """Return the orders of ZB-H1: fewer bubbles than 1f1b, within the memory of 1f1b."""
     seats = sit_alone(plan, alike=True)
     return write_zero_bubble(seats, ahead=seats.num_positions - seats.positions, behind=seats.positions)
 
 
 @writes_orders("zb-h2")
 def zb_h2(plan: Plan) -> RankOrders:
-    """Return ZB-H2: zero bubble with about twice the memory of 1f1b."""
+    """Return the orders of ZB-H2: no bubble within a step, with about twice the memory of 1f1b."""
     seats = sit_alone(plan, alike=True)
     ahead = 2 * (seats.num_positions - seats.positions) - 1
     return write_zero_bubble(seats, ahead, behind=2 * seats.positions)
 
 
 def write_windows(plan: Plan, windows: Sequence[Sequence[int]]) -> RankOrders:
-    """Return the orders of all ranks from windows per replica. Raises PlanError for several stages on a rank."""
+    """Return the orders of all ranks for windows of microbatches in flight, given by stage and replica.
+
+    A replica runs the forward of microbatch m before the backward of b if m - b is below its window. Raises PlanError
+    for several stages on a rank.
+    """
     check_alone(plan)
     orders: dict[int, OrderColumns] = {}
     for index, stage in enumerate(plan.stages):

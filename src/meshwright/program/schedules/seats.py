@@ -1,8 +1,8 @@
-"""Layouts (`Seats`): where a schedule expects the stages of a plan, on which rank, with how many replicas; orders.
+"""Check and describe how a plan assigns stages to ranks, as a schedule requires it (`Seats`); columns for orders.
 
-A *position* is a place in the pipeline. In all layouts but the single one every stage has the same number of replicas,
-and the r-th replicas of all stages form a pipeline of their own. `OrderColumns` and `RankOrders` hold the computations
-of ranks.
+A *position* is the index of a rank within its pipeline, from 0. Unless every rank has a single stage (`sit_alone`),
+every stage must have the same number of replicas, and the r-th replicas of all stages form a pipeline of their own.
+`OrderColumns` and `RankOrders` hold the computations of ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from meshwright.spec import Placement, Plan, PlanError
 class OrderColumns:
     """Computations in order, as columns of shape (n,): kind, stage and microbatch of each.
 
-    ``opcode`` is one of `spec.instructions.COMPUTATIONS`. ``joint``: runs together with the next one. Neither begins
-    before both can, and their results are sent when both are done.
+    ``opcode`` is one of `spec.instructions.COMPUTATIONS`. ``joint``: the computation runs together with the next one.
+    Neither of the two begins before both can begin, and their results are sent when both are done.
     """
 
     opcode: NDArray[np.int8]
@@ -47,7 +47,7 @@ class OrderColumns:
         return np.stack([self.opcode.astype(np.int32), self.stage, self.microbatch], axis=1)
 
     def select(self, places: NDArray[np.int64] | NDArray[np.bool_] | slice) -> OrderColumns:
-        """Return the computations at the given places, or where a mask is true."""
+        """Return the computations at the given indices, in a slice, or where a mask is true."""
         return OrderColumns(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
 
@@ -59,17 +59,17 @@ class RankOrders:
     columns: OrderColumns
 
     def split(self) -> tuple[OrderColumns, ...]:
-        """Return the order of each rank."""
+        """Return one `OrderColumns` per rank."""
         return tuple(self.columns.select(slice(*ends)) for ends in pairwise(self.offsets.tolist()))
 
     def later(self, shift: int) -> RankOrders:
-        """Return the same orders with microbatches numbered from ``shift`` on."""
+        """Return the same orders with ``shift`` added to every microbatch number."""
         if not shift:
             return self
         return replace(self, columns=replace(self.columns, microbatch=self.columns.microbatch + np.int32(shift)))
 
     def select(self, kept: NDArray[np.bool_]) -> RankOrders:
-        """Return the computations where a mask is true."""
+        """Return the orders with only the computations for which the mask ``kept``, of shape (n,), is true."""
         offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
         return RankOrders(offsets=offsets, columns=self.columns.select(kept))
 
@@ -79,7 +79,10 @@ ORDER_WRITERS: dict[str, NamedSchedule] = {}
 
 
 def writes_orders(name: str) -> Callable[[NamedSchedule], NamedSchedule]:
-    """Register a function as the orders of a schedule, which has a row in `spec.schedules.NAMED_SCHEDULES`."""
+    """Return a decorator that registers a function as the writer of a schedule's orders.
+
+    ``name`` must be a schedule of `spec.schedules.NAMED_SCHEDULES`.
+    """
 
     def register(function: NamedSchedule) -> NamedSchedule:
         assert name not in ORDER_WRITERS, f"two functions for {name}"
@@ -101,16 +104,16 @@ def make_columns(opcode: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joi
 
 
 def gather_columns(rows: Iterable[tuple[int, ...]]) -> OrderColumns:
-    """Return rows (opcode, stage, microbatch) as columns.
+    """Return the given rows (opcode, stage, microbatch) as columns.
 
-    An optional fourth number is 1 if the computation runs together with the next one (`OrderColumns.joint`).
+    A row may have a fourth number: 1 if the computation runs together with the next one (`OrderColumns.joint`).
     """
     table = np.array(list(rows), np.int32)
     return make_columns(*table.reshape(len(table), -1).T) if len(table) else make_columns((), (), ())
 
 
 def join_ranks(orders: Iterable[OrderColumns]) -> RankOrders:
-    """Concatenate the orders of all ranks."""
+    """Concatenate the orders of all ranks, given by ascending rank."""
     given = tuple(orders)
     columns = OrderColumns(
         **{
@@ -126,7 +129,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seat:
-    """The seat of a rank: its position of ``num_positions``, its stages and its microbatches, both in order."""
+    """One rank of a pipeline: its position, 0 to ``num_positions`` - 1, its stages and its microbatches, in order."""
 
     position: int
     num_positions: int
@@ -136,9 +139,10 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seats:
-    """The seats of all ranks: ``positions`` (ranks,) of ``num_positions``, ``stages`` (ranks, chunks) in order.
+    """Position, stages and microbatches of every rank.
 
-    Rank r has ``counts[r]`` microbatches, ``firsts[r]`` and every ``steps[r]``-th from there on; all of shape (ranks,).
+    ``positions`` has shape (ranks,), with values of 0 to ``num_positions`` - 1. ``stages`` has shape (ranks, stages per
+    rank). Rank r computes ``counts[r]`` microbatches: ``firsts[r]``, ``firsts[r] + steps[r]`` and so on.
     """
 
     positions: Ids
@@ -149,7 +153,7 @@ class Seats:
     counts: Ids
 
     def of(self, rank: int) -> Seat:
-        """Return the seat of one rank."""
+        """Return position, stages and microbatches of one rank."""
         first, step, count = (int(column[rank]) for column in (self.firsts, self.steps, self.counts))
         return Seat(
             position=int(self.positions[rank]),
@@ -160,15 +164,15 @@ class Seats:
 
 
 def local_microbatches(plan: Plan, stage: int, rank: int) -> range | tuple[int, ...]:
-    """Return the microbatches that a rank computes of one of its stages, in order."""
+    """Return the microbatches that ``rank`` computes of ``stage``, one of its stages, in order."""
     own = plan.stages[stage]
     return own.microbatches_of(own.ranks.index(rank), plan.num_microbatches)
 
 
 def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
-    """Return whether two stages compute each microbatch on one rank, so that nothing is sent between them.
+    """Return whether two stages compute every microbatch on the same rank, so that nothing is sent between them.
 
-    Raises PlanError if they do so for some microbatches only.
+    Raises PlanError if this holds for some microbatches only.
     """
     stages = [plan.stages[stage] for stage in (source, target)]
     ranks = [stage.ranks for stage in stages]
@@ -191,9 +195,10 @@ def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
 def num_active(plan: Plan, stage: int) -> int:
     """Return the microbatches that a replica of ``stage`` has in flight: PipeDream's number of active minibatches.
 
-    ceil((R_s + R_(s+1) + …) / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas, which
-    never waits if its stages are balanced. Where stages form branches the sum goes along the path to the end with the
-    most ranks. Where replicas have shares, it is the number of the replica with the largest (`shares`).
+    This is ceil((R_s + R_(s+1) + …) / R_s) with R_s replicas of stage s, and p - s in a pipeline of p stages without
+    replicas; with that number a pipeline of balanced stages never waits. Where stages form branches, the sum goes along
+    the path to the end with the most ranks. Where replicas have ``shares``, the result is the largest number of any
+    replica of the stage.
     """
     return int(active_counts(plan)[stage])
 
@@ -214,7 +219,10 @@ def active_counts(plan: Plan) -> Ids:
 
 
 def find_windows(plan: Plan) -> list[list[int]]:
-    """Return, for replicas with shares, how many of all microbatches may be in flight at each replica of each stage."""
+    """Return, by stage and replica, the window of microbatches in flight of plans whose replicas have shares.
+
+    A replica runs the forward of microbatch m before the backward of b if m - b is below its window (`chunked`).
+    """
     count = plan.num_microbatches
     counts = [stage.counts(count) for stage in plan.stages]
     # Along the longest path where stages form branches.
@@ -227,7 +235,10 @@ def find_windows(plan: Plan) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def sit_alone(plan: Plan, *, alike: bool = False) -> Seats:
-    """Seat one stage on every rank. Raises PlanError otherwise, and with ``alike`` unless all replica counts match."""
+    """Return the seats of a plan with one stage on every rank.
+
+    Raises PlanError for other plans, and with ``alike`` also if stages have different numbers of replicas.
+    """
     check_alone(plan)
     if alike and len({len(stage.ranks) for stage in plan.stages}) > 1:
         raise _wrong(plan, "the same number of replicas for every stage", "Give all stages the same number of ranks")
@@ -241,7 +252,10 @@ def check_alone(plan: Plan) -> None:
 
 
 def sit_in_turn(plan: Plan) -> Seats:
-    """Seat stages i, i + p, i + 2p, ... on the same ranks. Raises PlanError otherwise, or if replica counts differ."""
+    """Return the seats of a plan with stages i, i + p, i + 2p, ... on the same ranks.
+
+    Raises PlanError for other plans, or if stages have different numbers of replicas.
+    """
     size = _num_positions(plan)
     own = [stage.ranks for stage in plan.stages[:size]]
     if len(plan.stages) % size or any(stage.ranks != own[i % size] for i, stage in enumerate(plan.stages)):
@@ -254,7 +268,10 @@ def sit_in_turn(plan: Plan) -> Seats:
 
 
 def sit_in_a_v(plan: Plan) -> Seats:
-    """Seat stages i and 2p - 1 - i on the same ranks. Raises PlanError otherwise, or if replica counts differ."""
+    """Return the seats of a plan with stages i and 2p - 1 - i on the same ranks.
+
+    Raises PlanError for other plans, or if stages have different numbers of replicas.
+    """
     size = _num_positions(plan)
     ranks = [stage.ranks for stage in plan.stages]
     if len(ranks) != 2 * size or ranks != ranks[::-1]:
@@ -267,9 +284,10 @@ def sit_in_a_v(plan: Plan) -> Seats:
 
 
 def sit_both_ways(plan: Plan) -> Seats:
-    """Seat two replicas of every stage: position i holds the first of stage i and the second of stage p - 1 - i.
+    """Return the seats of a plan with two replicas of every stage, for pipelines in both directions.
 
-    Raises PlanError otherwise. The microbatches of a seat are those of the first replica; the second has the next.
+    Position i must hold the first replica of stage i and the second replica of stage p - 1 - i; raises PlanError for
+    other plans. A seat's microbatches are those of the first replica; the second replica has the microbatch after each.
     """
     size = len(plan.stages)
     pairs = [stage.ranks for stage in plan.stages]

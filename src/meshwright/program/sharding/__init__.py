@@ -1,13 +1,14 @@
-"""Sharding: a graph and a `Sharding` → the local graph of one rank and the collectives between the ranks.
+"""Shard a graph: from a graph and a `Sharding`, make the local graph of one rank and the collectives between ranks.
 
-table       `placements.toml`: the dims by which each operator can be split, and the collectives of conversions
-            (`placement_table`, `views`, `dims`)
-propagate   `propagate` and `sharding_rules` choose the label along which each op is split, and so the layout of every
-            tensor (`axis_facts`)
-experts     `expert_ops` finds mixtures that sort choices by expert and checks counts, `convert` their exchanges
-local       `convert` converts tensors to the layouts in which they are read, `local_graphs` writes the local graph,
-            axis by axis
-data        `zero` gives the gathers and scatters of replicas that shard their parameters
+table       `placements.toml` lists the dims along which each operator can be split, and the collectives that convert
+            tensors between layouts (`placement_table`, `views`, `dims`)
+propagate   `propagate` and `sharding_rules` choose the labelled dim along which each op is split, and so the layout of
+            every tensor; `axis_facts` holds the facts of the graph
+experts     `expert_ops` finds mixtures of experts that sort tokens' choices by expert and checks the number of experts,
+            `convert` adds their all-to-alls
+local       `convert` converts tensors to the layouts in which ops read them, `local_graphs` writes the local graph, one
+            mesh axis after the other
+data        `zero` lists the gathers and scatters of replicas that shard their parameters
 """
 
 from meshwright.program.sharding.expert_ops import check_configured_experts

@@ -1,4 +1,4 @@
-"""Facts of a graph for propagation: labelled dims of every op, producers and readers of tensors, dependencies."""
+"""Facts of a graph that propagation needs (`AxisGraph`): labelled dims of ops, producers and readers of tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ UNEVEN_FROM = 128
 
 
 class AxisGraph:
-    """A graph for one axis of ``size`` ranks; ``own_samples``: each has samples of its own."""
+    """A graph to be split over one mesh axis of ``size`` ranks, with its labelled dims (`dims`) and dependencies.
+
+    ``own_samples``: each rank of the axis computes different samples, as on the expert axis.
+    """
 
     def __init__(self, graph: Graph, size: int, *, own_samples: bool = False) -> None:
         self.graph, self.size, self.own_samples = graph, size, own_samples
@@ -42,7 +45,7 @@ class AxisGraph:
         return op_dims(op.kind, op.attributes, inputs, outputs)
 
     def is_parameter(self, tensor: int) -> bool:
-        """Return whether the tensor is a parameter, which may get the layout that its first reader wants."""
+        """Return whether the tensor is a parameter; a parameter gets the layout that its first reader needs."""
         return self.graph.tensors[tensor].role == "parameter"
 
     def requires_gradient(self, tensor: int) -> bool:
@@ -50,21 +53,24 @@ class AxisGraph:
         return self.graph.mode == "training" and self.graph.tensors[tensor].requires_grad
 
     def depends_on_batch(self, tensor: int) -> bool:
-        """Return whether some dim grows with the batch."""
+        """Return whether the size of some dim of the tensor grows with the batch size."""
         return any(extent.per_sample for extent in self.graph.tensors[tensor].shape)
 
     def elements(self, tensor: int) -> int:
-        """Return the number of elements of a tensor, to compare with others."""
+        """Return the number of elements of a tensor, for comparisons.
+
+        For a symbolic batch, this is the number at `SAMPLES` samples.
+        """
         return math.prod(self.shapes[tensor])
 
     @cached_property
     def read_parameters(self) -> list[int]:
-        """The parameters that some op reads and that have gradients."""
+        """Ids of the parameters that have a gradient and that some op reads."""
         return [i for i in self.graph.parameters if i in self.readers and self.requires_gradient(i)]
 
     @cached_property
     def readers(self) -> dict[int, list[tuple[int, int]]]:
-        """Ops that read each tensor, with the position among their inputs."""
+        """By tensor id, the readers of the tensor: (index of the op, position among its inputs)."""
         found: dict[int, list[tuple[int, int]]] = {}
         for index, op in enumerate(self.graph.ops):
             for position, tensor in enumerate(op.inputs):
@@ -73,7 +79,7 @@ class AxisGraph:
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """Per op, the ops that it depends on, as bits of a number."""
+        """Per op, the ops that it depends on directly or indirectly: a number whose bit i stands for op i."""
         found: list[int] = []
         for op in self.graph.ops:
             above = 0
@@ -85,7 +91,7 @@ class AxisGraph:
 
     @cached_property
     def input_free(self) -> list[bool]:
-        """Per tensor, whether it depends on no input of the graph."""
+        """Per tensor, whether it is independent of the graph's inputs."""
         free = [tensor.role != "input" for tensor in self.graph.tensors]
         for op in self.graph.ops:
             for tensor in op.outputs:
@@ -93,7 +99,7 @@ class AxisGraph:
         return free
 
     def can_split(self, index: int, split: OpSplit) -> bool:
-        """Return whether every tensor of the op that has the label can be split along it."""
+        """Return whether op ``index`` can be split: each of its tensors with the split's label must be divisible."""
         dims = self.dims[index]
         if split.label in dims.fixed:
             return False
@@ -112,7 +118,7 @@ class AxisGraph:
         return split.parts == 1 and len(dims[dim]) == 1 and not extent.per_sample and size >= UNEVEN_FROM * self.size
 
     def operands(self, index: int) -> Iterator[tuple[int, int, tuple[Dim, ...]]]:
-        """Yield position, tensor and dims of each input of an op."""
+        """Yield (position, tensor id, labelled dims) of each input of op ``index``."""
         for position, (tensor, dims) in enumerate(
             zip(self.graph.ops[index].inputs, self.dims[index].inputs, strict=True)
         ):
@@ -120,5 +126,5 @@ class AxisGraph:
 
 
 def divides(extent: Extent, size: int) -> bool:
-    """Return whether ``size`` ranks get equal parts at every batch size."""
+    """Return whether ``size`` ranks get equal parts of a dim of size ``extent`` at every batch size."""
     return extent.fixed % size == 0 and extent.per_sample % size == 0

@@ -1,8 +1,8 @@
-"""Conversions: inserted ops that bring tensors to the layout in which they are read, and their collectives.
+"""Conversions: ops that are inserted to bring tensors to the layout in which they are read, and their collectives.
 
 `placements.toml` lists the conversions. A tensor that several ops read in the same layout is converted once, before the
-first of them; the gradients of its readers are summed before they are exchanged. Readers that give whole gradients and
-readers that give parts of a sum need separate conversions. `exchange_rows` adds those of a mixture of experts.
+first of these ops; the gradients of its readers are summed before the collective. Readers that give whole gradients and
+readers that give partial sums need separate conversions. `exchange_rows` adds the all-to-alls of a mixture of experts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INDEX = "aten.index.Tensor"
 #
 # Only counts and rows are exchanged. The tensors have the sizes for experts that are chosen equally often.
 def exchange_rows(made: Conversions, mixture: Grouped) -> None:
-    """Add the exchanges of a mixture of experts to the conversions of its graph."""
+    """Add dispatch and combine, the all-to-alls of a mixture of experts, to the conversions of its graph."""
     graph, size = made.state.facts.graph, made.state.facts.size
     behind = made.state.facts.producer[mixture.ends]
     here = mixture.num_experts // size
@@ -112,7 +112,10 @@ _VIEWS = ("copy", "ring")
 
 @dataclass(frozen=True, slots=True)
 class PendingCollective:
-    """A `Collective` of an op whose position is not known yet."""
+    """A `Collective` of an op whose position in the local graph is not known yet.
+
+    ``backward``: it runs in the backward phase. The other fields are those of `spec.exchange.Collective`.
+    """
 
     kind: CollectiveKind
     backward: bool
@@ -130,13 +133,15 @@ class _Reader(NamedTuple):
 
 @dataclass(slots=True)
 class Conversions:
-    """Changes to a propagated graph; new tensors are appended to its ``tensors``, which have local shapes.
+    """Changes that turn a propagated graph into a local graph. All keys are indices of ops and ids of tensors.
 
-    ``before`` and ``behind``: ops to insert at an op of the whole graph. ``read``: the tensor that an op reads at a
-    position instead of its own; ``kept``: what it saves for its backward instead of one. ``summed``: the partial sum
-    that an op makes instead of a tensor. ``layouts`` and ``sources``: the layout of a new tensor, and the one that it
-    is made from. ``exchanges``: the collectives of an inserted op, by the tensor that it makes; ``inside``: those of
-    ops of the whole graph. ``reduced``: parameters whose gradients are sums over the ranks.
+    ``tensors`` have local shapes; new tensors are appended. ``before`` and ``behind``: ops to insert before or after an
+    op of the whole graph. ``read``: by (op, input position), the tensor that the op reads instead of its own input.
+    ``kept``: by (op, tensor), the tensors that the op saves for its backward instead of that tensor. ``summed``: the
+    partial sum that an op makes instead of a tensor. ``layouts`` and ``sources``: the layout of a new tensor, and the
+    tensor that it is made from. ``exchanges``: the collectives of an inserted op, by the tensor that it makes;
+    ``inside``: those of ops of the whole graph. ``reduced``: parameters (as keys) whose gradients are partial on each
+    rank and are summed once per step.
     """
 
     state: PropagationState
@@ -164,7 +169,10 @@ class Conversions:
             self._convert(tensor, want, readers, partial=partial)
 
     def new(self, source: int, what: str, like: Tensor) -> int:
-        """Append the output of an op inserted for tensor ``source``, each rank's own part."""
+        """Append a tensor like ``like``, made from tensor ``source`` and split over dim 0; return its id.
+
+        ``what`` is appended to the tensor's name.
+        """
         new = len(self.tensors)
         given = replace(like, name=self.tensors[source].name)
         self.tensors.append(_derived(given, what, shape=like.shape, storage=new))
@@ -172,14 +180,17 @@ class Conversions:
         return new
 
     def swap(self, new: int, source: int) -> None:
-        """Record that the op that makes ``new`` exchanges a tensor like ``source`` all to all, and its gradient."""
+        """Record an all-to-all for the op that makes tensor ``new``, and one for the gradient in training.
+
+        Each rank's part has the size of the tensor ``source``.
+        """
         size, exchange = self.state.facts.size, PendingCollective("all_to_all", backward=False, tensor=source)
         self.exchanges[new] = [replace(exchange, copies=size)]
         if self.state.facts.graph.mode == "training" and self.tensors[new].requires_grad:
             self.exchanges[new].append(replace(exchange, copies=size, backward=True))
 
     def read_instead(self, index: int, tensors: Mapping[int, int]) -> None:
-        """Make an op read, and save for its backward, other tensors."""
+        """Make op ``index`` read, and save for its backward, ``tensors[i]`` instead of each input i."""
         op = self.state.facts.graph.ops[index]
         for position, tensor in enumerate(op.inputs):
             if tensor in tensors:
@@ -187,7 +198,7 @@ class Conversions:
                 self.kept[index, tensor] = (tensors[tensor],)
 
     def layout_of(self, tensor: int) -> Layout:
-        """Return the layout of a tensor of the whole graph."""
+        """Return the layout that a tensor of the whole graph has on the axis."""
         if tensor in self.state.partial and self._stays_partial(tensor):
             return Partial()
         return self._layout(self.state.places.get(tensor))
@@ -353,12 +364,15 @@ def _derived(tensor: Tensor, what: str, *, shape: tuple[Extent, ...], storage: i
 
 
 def split_extent(extent: Extent, size: int) -> Extent:
-    """Return the largest of ``size`` parts of an extent."""
+    """Return the size of the largest part if a dim of size ``extent`` is split over ``size`` ranks."""
     return Extent(-(-extent.fixed // size), -(-extent.per_sample // size))
 
 
 def split_shape(shape: tuple[Extent, ...], place: Place, size: int) -> tuple[Extent, ...]:
-    """Return a shape that is split at a place."""
+    """Return the local shape of a tensor that is split at ``place`` = (dim, parts) over ``size`` ranks.
+
+    For None, the shape stays as it is.
+    """
     if place is None:
         return shape
     dim = place[0]

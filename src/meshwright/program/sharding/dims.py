@@ -1,10 +1,11 @@
-"""Labelled dims of an op's inputs and outputs (`op_dims`): which of them are the same, and which cannot be split.
+"""Labelled dims of an op's inputs and outputs (`op_dims`): equal labels correspond, as in an einsum equation.
 
 A dim is written as factors, major to minor, each with a label: 768 columns that are 12 heads of 64 are (h, k). An op
-can be split along a label; every tensor that has it is split there. If other labels come before it in its dim, each of
-their parts is split (`Shard.parts`). Sizes are whole numbers: those of the batch are computed for a prime number of
-samples, `SAMPLES`, so that no other size divides them by chance. Functions such as `normed`, `reduced` and
-`convolution` give the dims of operators whose equation follows from shapes and attributes.
+can be split along a label; then every tensor that has the label is split along it. If other labels come before it in
+its dim, each of their parts is split separately (`Shard.parts`). Sizes are whole numbers: those that grow with the
+batch are computed for a prime number of samples, `SAMPLES`, so that no other size divides them by chance. Functions
+such as `normed`, `reduced` and `convolution` return the dims of operators whose equation follows from shapes and
+attributes.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def broadcast(call: OpSignature) -> Found:
 
 
 def along(call: OpSignature) -> Found:
-    """Return dims of an operator on rows along ``dim``; every other dim can be split."""
+    """Return dims of an operator on whole rows along the attribute ``dim`` (softmax); other dims can be split."""
     fixed = (call.dim(default=-1),)
     return [with_fixed(plain(s), fixed) for s in call.inputs], [with_fixed(plain(s), fixed) for s in call.outputs]
 
 
 def normed(call: OpSignature) -> Found:
-    """Return dims of an operator that normalises the last dims, which stay whole."""
+    """Return dims of an operator that normalises the last dims (layer norm); these dims cannot be split."""
     shape, count = call.inputs[0], len(call.numbers("normalized_shape"))
     rank = len(shape)
     fixed = range(rank - count, rank)
@@ -54,7 +55,7 @@ def normed(call: OpSignature) -> Found:
 
 
 def group_normed(call: OpSignature) -> Found:
-    """Return dims of a normalisation of channels in groups, over all positions; groups can be split."""
+    """Return dims of group normalisation; samples and groups can be split, channels in a group and positions cannot."""
     shape, groups = call.inputs[0], call.number("num_groups", 1)
     channels = (*one("g", groups), *one("Xc", shape[1] // groups))
     dims = (one("d0", shape[0]), channels, *whole(shape[2:], "place"))
@@ -62,12 +63,15 @@ def group_normed(call: OpSignature) -> Found:
 
 
 def reduced(call: OpSignature) -> Found:
-    """Return dims of sums over ``dim``, by default all dims; parts of a split sum are summed up."""
+    """Return dims of sums over the attribute ``dim``, by default over all dims.
+
+    The summed dims can be split: the ranks then hold partial sums.
+    """
     return _reduced(call, fixed=False)
 
 
 def reduced_whole(call: OpSignature) -> Found:
-    """Return dims of reductions over ``dim`` that cannot be completed by a sum, so that these dims stay whole."""
+    """Return dims of reductions over the attribute ``dim`` that are not sums (var); these dims cannot be split."""
     return _reduced(call, fixed=True)
 
 
@@ -82,7 +86,7 @@ def _reduced(call: OpSignature, *, fixed: bool) -> Found:
 
 
 def matmul(call: OpSignature) -> Found | None:
-    """Return dims of products of matrices, with the leading dims broadcast."""
+    """Return dims of products of matrices with broadcast leading dims; None if an input has fewer than two dims."""
     left, right = call.inputs
     if min(len(left), len(right)) < 2:
         return None
@@ -95,7 +99,7 @@ def matmul(call: OpSignature) -> Found | None:
 
 
 def convolution(call: OpSignature) -> Found:
-    """Return dims of a convolution: channels can be split, but not positions, nor channels in groups."""
+    """Return dims of a convolution: samples and channels can be split, but not positions, nor channels in groups."""
     return _convolution(call, "io")
 
 
@@ -153,14 +157,17 @@ SAMPLES = 1_000_003
 
 
 class OpSplit(NamedTuple):
-    """An op split along a label, each of ``parts`` equal parts of it separately."""
+    """How an op is split: along the dim with ``label``, where each of ``parts`` equal parts is split separately."""
 
     label: str
     parts: int = 1
 
 
 class OpDims(NamedTuple):
-    """Labelled dims of one op; ``fixed`` labels cannot be split, ``inner`` ones only with a collective in the op."""
+    """Labelled dims of one op's inputs and outputs.
+
+    Labels in ``fixed`` cannot be split; a split along a label in ``inner`` needs a collective inside the op.
+    """
 
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
@@ -168,11 +175,17 @@ class OpDims(NamedTuple):
     inner: frozenset[str] = frozenset()
 
     def in_outputs(self, label: str) -> bool:
-        """Return whether some output is split along the label; otherwise the outputs are sums over the ranks."""
+        """Return whether some output has the label.
+
+        If no output has it, a split along the label makes the outputs partial sums on each rank.
+        """
         return any(find_label(dims, label) for dims in self.outputs)
 
     def split_at(self, dims: Dims, place: tuple[int, int]) -> OpSplit | None:
-        """Return the split of the op that splits its tensor with dims ``dims`` at (dim, parts), None if none does."""
+        """Return the split of the op that splits one of its tensors at ``place`` = (dim, parts).
+
+        ``dims`` are the labelled dims of that tensor. Returns None if no split does this.
+        """
         dim, parts = place
         before = 1
         found: OpSplit | None = None
@@ -183,15 +196,19 @@ class OpDims(NamedTuple):
         return None if found is None or found.label in self.fixed else found
 
     def place_in(self, dims: Dims, split: OpSplit | None) -> tuple[int, int] | None:
-        """Return where a split of the op splits a tensor with dims ``dims``: (dim, parts); None if it stays whole."""
+        """Return the place (dim, parts) at which a split of the op splits a tensor with labelled dims ``dims``.
+
+        Returns None if the tensor stays whole.
+        """
         found = find_label(dims, split.label) if split else None
         return (found[0], found[1] * split.parts) if found and split else None
 
 
 def gradient_is_sum(dims: OpDims, position: int, split: OpSplit | None, *, product: bool) -> bool:
-    """Return whether each rank has only a part of an input's gradient, because the input is whole but its use is split.
+    """Return whether each rank has only a partial sum of an input's gradient.
 
-    Where a product sums over the ranks, an input without the summed dim is a bias, which is added once.
+    This is so if the input at ``position`` is whole but the op is split. Exception: in a ``product`` that sums over the
+    ranks, an input without the summed dim is a bias, which is added on one rank only.
     """
     if split is None or find_label(dims.inputs[position], split.label):
         return False
@@ -199,7 +216,10 @@ def gradient_is_sum(dims: OpDims, position: int, split: OpSplit | None, *, produ
 
 
 def find_label(dims: Dims, label: str) -> tuple[int, int, int] | None:
-    """Return dim, parts before it and size of a label in a tensor; None if the tensor does not have it."""
+    """Return (dim, number of parts before the label in its dim, size of the label) in a tensor with dims ``dims``.
+
+    Returns None if the tensor does not have the label.
+    """
     for dim, factors in enumerate(dims):
         parts = 1
         for name, size in factors:
@@ -213,7 +233,10 @@ def find_label(dims: Dims, label: str) -> tuple[int, int, int] | None:
 def op_dims(
     kind: str, attributes: tuple[tuple[str, str], ...], inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
 ) -> OpDims:
-    """Return the dims of an op of these shapes; for an operator that is not in the table, none can be split."""
+    """Return the labelled dims of an op whose inputs and outputs have these shapes.
+
+    If the operator is not in `placements.toml`, or the shapes do not fit its row, all dims are fixed.
+    """
     row = operator_rows().get(operator_name(kind))
     call = OpSignature(operator_name(kind), dict(attributes), inputs, outputs)
     if row is None:

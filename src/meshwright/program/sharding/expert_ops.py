@@ -1,4 +1,4 @@
-"""Experts: mixtures of grouped products in a graph (`find_grouped`); checks that the expert axis divides them."""
+"""Mixtures of experts: find those computed by grouped products (`find_grouped`); check the size of the expert axis."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ _Kind = Literal["ids", "order", "rows", "biases", "counts", "blank", "inverse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouped:
-    """The part of a graph that computes on a router's choices, sorted by expert: its ``module``, tensors and ops (ids).
+    """A mixture of experts: the part of a graph that computes on a router's choices, sorted by expert.
 
-    ``moved``: ops that run where the experts are, ascending; they read ``ids`` and ``ends``. ``rows``: all tensors
-    whose first dim is the sorted choices. ``dims``: dims of ops that the table of operators cannot give.
+    Tensors are given by id, ops by index. ``ends``: tensor with the last row of each expert. ``moved``: ops that run on
+    the rank of the experts, ascending. ``entering`` and ``leaving``: rows that are sent to the experts' ranks, and
+    back. ``ids``: sorted expert numbers. ``rows``: all tensors whose first dim is the sorted choices. ``dims``:
+    labelled dims of ops that depend on the sort, which `placements.toml` cannot describe.
     """
 
     module: str
@@ -61,9 +63,9 @@ class Grouped:
 # is refused.
 @lru_cache(maxsize=8)
 def find_grouped(graph: Graph) -> tuple[Grouped, ...]:
-    """Return the mixtures of a graph, in its order.
+    """Return the mixtures of experts of a graph that use grouped products, in the graph's order.
 
-    Raises PlanError for a grouped product whose groups are not those of sorted choices.
+    Raises PlanError for a grouped product whose groups do not come from choices sorted by expert.
     """
     producer = {tensor: index for index, op in enumerate(graph.ops) for tensor in op.outputs}
     found: dict[int, _Reading] = {}
@@ -99,14 +101,14 @@ def _sort_of(graph: Graph, producer: Mapping[int, int], product: Op) -> int:
         passed.add(name)
         known = op is not None and name in ("cumsum", *_COUNTS, *_SAME)
         tensor = op.inputs[0] if op is not None and known else None
-    raise _refuse(product, "takes its groups from something else than a histogram of sorted choices, summed up")
+    raise _refuse(product, "takes its groups from something else than the cumulative sum of a histogram of the choices")
 
 
 def _refuse(op: Op, why: str) -> PlanError:
     return PlanError(
-        f"The expert axis cannot lay out the mixture in {op.module or op.name!r}: op {op.name!r} ({op.kind}) {why}. "
-        "Expected choices that are sorted by expert, grouped products of their rows, and rows put back into order, as "
-        "in transformers' grouped_mm. Plan with expert = 1."
+        f"The expert axis cannot split the mixture of experts in {op.module or op.name!r}: op {op.name!r} ({op.kind}) "
+        f"{why}. Expected choices that are sorted by expert, grouped products of their rows, and rows put back into "
+        "the original order, as in transformers' grouped_mm. Plan with expert = 1."
     )
 
 
@@ -127,7 +129,7 @@ class _Reading:
         """Read the sort itself."""
         op = self.graph.ops[index]
         if len(self.graph.tensors[op.inputs[0]].shape) != 1:
-            raise _refuse(op, "sorts more than one list")
+            raise _refuse(op, "sorts a tensor of more than one dim")
         self.kinds |= {op.outputs[0]: "ids", op.outputs[1]: "order"}
         self._label(index)
 
@@ -145,7 +147,7 @@ class _Reading:
         first = known[0]
         if name in PRODUCTS:
             if known != ["rows", None, "counts"] or not self._is_of_parameter(op.inputs[1]):
-                raise _refuse(op, "multiplies something else than sorted rows with parameters, a matrix per expert")
+                raise _refuse(op, "does not multiply sorted rows with a parameter that has one matrix per expert")
             self._label(index, *op.inputs)
             self.of_rows.append(index)
             return "rows"
@@ -182,7 +184,7 @@ class _Reading:
             self._label(index, *op.inputs)
             self.of_rows.append(index)
             return "biases"
-        raise _refuse(op, "picks rows by something else than the order of the choices, or their experts")
+        raise _refuse(op, "picks rows by something else than the sorted order or the sorted expert numbers")
 
     def _is_of_parameter(self, tensor: int) -> bool:
         """Whether a tensor is a parameter, or a view or copy of one, with the experts as its first dim."""
@@ -200,7 +202,7 @@ class _Reading:
         made = self.producer.get(op.inputs[2]) if len(op.inputs) == 3 else None
         source = self.graph.ops[made] if made is not None else None
         if made is None or source is None or operator_name(source.kind) != "arange":
-            raise _refuse(op, "puts something else than a range into the order of the choices")
+            raise _refuse(op, "inverts the sorted order with something else than a range")
         self._label(made)
         self.kinds[source.outputs[0]] = "inverse"
 
@@ -231,7 +233,7 @@ class _Reading:
         leaving = [i for index in moved for i in ops[index].outputs if i in outside or i in self.graph.outputs]
         for op in (ops[index] for index in moved):
             if any(_COUNTS_ROWS.search(text) for _, text in op.attributes):
-                raise _refuse(op, "fixes the number of rows, which the router decides")
+                raise _refuse(op, "has a fixed number of rows, but the router decides this number at run time")
         weights = ops[self.products[0]].inputs[1]
         return Grouped(
             module=self.product.module or self.product.name,
@@ -267,12 +269,15 @@ class _Reading:
 def misplaced(
     graph: Graph, mixtures: Sequence[Grouped], places: Mapping[int, tuple[int, int] | None]
 ) -> Iterator[PlanError]:
-    """Yield an error for each mixture with sorted choices that are not split by the samples of each rank."""
+    """Yield an error for each mixture of experts in which the sorted rows of different ranks' samples are mixed.
+
+    ``places``: by tensor id, (dim, parts) at which the tensor is split; sorted rows need (0, 1).
+    """
     for mixture in mixtures:
         for tensor in sorted(mixture.rows):
             if places.get(tensor) != (0, 1):
                 maker = next(op for op in graph.ops if tensor in op.outputs)
-                yield _refuse(maker, "does not keep the rows of each sample apart")
+                yield _refuse(maker, "mixes the rows of different samples")
                 break
 
 
@@ -281,7 +286,7 @@ _KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_exp
 
 
 def check_experts(size: int, module: str, num_experts: int) -> None:
-    """Raise PlanError if ``size`` ranks of the expert axis do not divide the experts of a module."""
+    """Raise PlanError if ``size``, the size of the expert axis, does not divide the number of experts of a module."""
     if num_experts % size:
         few = f"fewer experts than ranks: {num_experts}" if num_experts < size else f"{num_experts} experts"
         raise PlanError(
@@ -291,9 +296,10 @@ def check_experts(size: int, module: str, num_experts: int) -> None:
 
 
 def check_configured_experts(config: Mapping[str, Any], where: str, sizes: Sequence[int]) -> None:
-    """Raise PlanError if no size of the expert axis divides the experts of a Hugging Face configuration.
+    """Raise PlanError if none of ``sizes`` divides the numbers of experts in a Hugging Face configuration.
 
-    A configuration without numbers of experts raises nothing; its graph is checked later.
+    ``where`` names the configuration in the message. A configuration without numbers of experts is accepted; its graph
+    is checked later.
     """
     counts = dict(_expert_counts(config))
     errors = []

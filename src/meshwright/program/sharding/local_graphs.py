@@ -1,4 +1,4 @@
-"""Shard a graph (`shard_graph`) axis by axis: each axis localises the local graph of the one before (`localise`)."""
+"""Shard a graph (`shard_graph`), one mesh axis after the other; `localise` splits the local graph of the last axis."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Shape = tuple[Extent, ...]
 # another layout, an op of kind ``mesh.*`` comes before the first that reads it so; its output is a new tensor. A sum
 # over the ranks is a new tensor, too, from which the op after it makes the old one.
 def localise(state: PropagationState, axis: Axis, sharding: Sharding) -> tuple[Graph, Conversions, tuple[int, ...]]:
-    """Return the local graph, its conversions, and the new index of each op of the whole graph.
+    """Return the local graph of one rank of an axis, its conversions, and the new index of each op of the whole graph.
 
-    The local graph is what one rank of an axis computes, given how every op and tensor is split.
+    ``state`` gives the split of every op and tensor on the axis.
     """
     graph = state.facts.graph
     tensors = [_local_tensor(state, i) for i in range(len(graph.tensors))]
@@ -148,9 +148,9 @@ def _own_attributes(state: PropagationState, index: int, tensors: list[Tensor]) 
 
 
 def local_attributes(op: Op, rank: int, old: Shape, new: Shape) -> tuple[tuple[str, str], ...]:
-    """Return the attributes of an op whose first output has the shape ``new`` in place of ``old``.
+    """Return the attributes of an op whose first output has the local shape ``new`` instead of ``old``.
 
-    ``rank``: the dims of its first input.
+    Sizes and counts among the attributes become local. ``rank``: the number of dims of the op's first input.
     """
     if old == new:
         return op.attributes
@@ -191,13 +191,14 @@ _COUNTS_SAMPLES = re.compile(r"(\d+\*)?b(\+\d+)?")
 def shard_graph(graph: Graph, sharding: Sharding) -> ShardedGraph:
     """Return the local graph of one rank under a sharding, with its collectives.
 
-    Raises PlanError for a sharding that an op does not support: heads, tokens or experts that do not divide, a
-    placement along a dim that cannot be split, an axis for which the graph has nothing to split.
+    Raises PlanError for a sharding that the graph does not support: a number of heads, tokens or experts that the
+    axis's size does not divide, a placement along a dim that cannot be split, an axis for which the graph has nothing
+    to split, or a graph that contains its backward.
     """
     if any(op.phase == "backward" for op in graph.ops):
         raise PlanError(
-            f"Graph {graph.name!r} holds its own backward, whose ops cannot be split; give the graph of the model "
-            "alone."
+            f"Graph {graph.name!r} contains its own backward, whose ops cannot be split. Capture the model alone, "
+            "without its backward."
         )
     for placement in sharding.placements:
         if not any(is_meant(placement, op) for op in graph.ops):
@@ -241,7 +242,10 @@ def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> Sharde
 
 
 def with_samples(graph: Graph, factor: int) -> Graph:
-    """Return the graph for the samples of all ``factor`` ranks of the axis. Raises PlanError for a fixed batch."""
+    """Return the graph with ``factor`` times the samples: those of all ranks of the expert axis.
+
+    Raises PlanError if the graph was captured with a fixed batch size.
+    """
     if graph.batch_size is not None:
         raise PlanError(
             f"Graph {graph.name!r} was captured for batches of {graph.batch_size} samples only, so experts cannot take "

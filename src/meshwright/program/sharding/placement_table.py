@@ -19,7 +19,10 @@ ConversionKind = Literal["all_reduce", "reduce_scatter", "all_gather", "copy", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRow:
-    """Operators that are split in the same way; the head of the table describes the fields."""
+    """One row of ``placements.toml``: operators that are split in the same way.
+
+    The comment at the head of that file describes the fields.
+    """
 
     names: str
     equation: str = ""
@@ -31,7 +34,11 @@ class OperatorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """The op and the collectives that convert a tensor from one layout to another; None for no collective."""
+    """How a tensor is converted from layout ``have`` to layout ``want``: the inserted op and its collectives.
+
+    ``forward`` and ``backward`` are the collectives of the two phases, None for no collective. ``gradient``: whether
+    the readers of the converted tensor give partial sums or the whole of its gradient.
+    """
 
     kind: ConversionKind
     have: Lies
@@ -56,12 +63,12 @@ def _table() -> _Table:
 
 @cache
 def operator_rows() -> dict[str, OperatorRow]:
-    """Return the rows by the names of their operators."""
+    """Return, by operator name, the operator's row of ``placements.toml``."""
     return {name: row for row in _table().operators for name in row.names.split()}
 
 
 def conversions() -> tuple[Conversion, ...]:
-    """Return all rows of conversions."""
+    """Return all conversions of ``placements.toml``."""
     return _table().conversions
 
 
@@ -73,7 +80,10 @@ def operator_name(kind: str) -> str:
 
 @cache
 def find_conversion(have: Layout, want: Layout, *, partial_gradient: bool) -> Conversion | None:
-    """Return the row for a tensor of layout ``have`` that is read as ``want``; None if no conversion is needed."""
+    """Return the conversion of a tensor from layout ``have`` to ``want``; None if no conversion is needed.
+
+    ``partial_gradient``: the readers give partial sums of the tensor's gradient.
+    """
     if have == want and not (isinstance(have, Replicate) and partial_gradient):
         return None
     lies = _lies(have), _lies(want)

@@ -1,15 +1,15 @@
-"""Propagate: find the label along which each op of a graph is split on one axis, and so the layout of every tensor.
+"""Propagate: choose the labelled dim along which each op is split on one mesh axis, and so the layout of every tensor.
 
-Ops are visited in the graph's order. A rule (`AxisRule`) chooses an op's label from the layout of its inputs; the
-table's row of the op then gives the layout that its inputs must have and that its outputs get. Parameters get the
-layout that their first reader wants. A sum over the ranks is completed where it is made: summed whole on every rank, or
-scattered over a dim.
+Ops are visited in the graph's order. A rule (`AxisRule`) chooses an op's label from the layouts of its inputs. The
+op's row of `placements.toml` then determines the layouts that the inputs must have and that the outputs get. Parameters
+get the layout that their first reader needs. A partial sum is completed by the op that makes it: all-reduced, or
+reduce-scattered over a dim.
 
-Some values are made in parts if a reader wants parts of them: those that depend on parameters alone, such as a table of
-positions; those that depend on nothing with a gradient, such as rows looked up by tokens; and those that have an entry
-for every sample of a rank but depend on no sample, such as a repeated mask. A value that was repeated or cut out of
-another, and that all readers want whole, is made whole. Such ops are assigned that split, and everything is propagated
-once more.
+Some values are computed split if a reader needs them split: values that depend on parameters alone, such as a table of
+positions; values that depend on nothing with a gradient, such as rows looked up by tokens; and values that have an
+entry for every sample of a rank but depend on no sample, such as a repeated mask. A value that was repeated or cut out
+of another, and that all readers need whole, is computed whole. The ops that make such values are assigned that split,
+and the whole graph is propagated again.
 """
 
 from __future__ import annotations
@@ -33,23 +33,27 @@ _REPEATS = ("expanded", "repeated", "part")
 
 
 class AxisRule(Protocol):
-    """Decides how tensors and ops are split on one axis."""
+    """Protocol: the decisions about the splits of tensors and ops on one mesh axis. `sharding_rules` implements it."""
 
     def start(self, facts: AxisGraph) -> dict[int, Place]:
-        """Return the layout of the graph's inputs; inputs that are not named are whole."""
+        """Return, by tensor id, the place at which each graph input is split; inputs that are left out are whole."""
 
     def choose(self, state: PropagationState, index: int) -> OpSplit | None:
-        """Return the label along which an op is split, None if it stays whole."""
+        """Return the split of op ``index``, None if the op stays whole."""
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:
-        """Return the layout of a completed sum over the ranks."""
+        """Return the place at which a completed partial sum is split: reduce-scattered there; None: all-reduced."""
 
     def is_given(self, facts: AxisGraph, index: int) -> bool:
-        """Return whether the user specifies how an op is split, so that propagation must not change it."""
+        """Return whether the user's placements specify the split of op ``index``, which then must not change."""
 
 
 class PropagationState(NamedTuple):
-    """Layouts found so far: ``places`` of tensors, ``splits`` of ops, and ``partial`` tensors (sums over the ranks)."""
+    """Layouts found so far on one axis.
+
+    ``places``: by tensor id, the (dim, parts) at which the tensor is split, None if it is whole. ``splits``: the split
+    of each op, None if it is whole. ``partial``: tensors that are partial sums on each rank.
+    """
 
     facts: AxisGraph
     places: dict[int, Place]
@@ -57,14 +61,14 @@ class PropagationState(NamedTuple):
     partial: set[int]
 
     def wanted(self, index: int) -> list[Place]:
-        """Return the layout that each input of an op needs for the op's split."""
+        """Return the place at which each input of op ``index`` must be split for the op's split."""
         dims, row = self.facts.dims[index], self.facts.rows[index]
         reads = len(dims.inputs) if row is None else row.reads
         unread = (self.places.get(tensor) for tensor in self.facts.graph.ops[index].inputs[reads:])
         return [*(dims.place_in(item, self.splits[index]) for item in dims.inputs[:reads]), *unread]
 
     def sums_gradient(self, index: int, position: int) -> bool:
-        """Return whether each rank has only a part of the gradient of this input of the op."""
+        """Return whether each rank has only a partial sum of the gradient of the op's input at ``position``."""
         facts, row = self.facts, self.facts.rows[index]
         product = row is not None and row.product
         return facts.requires_gradient(facts.graph.ops[index].inputs[position]) and gradient_is_sum(
@@ -73,7 +77,7 @@ class PropagationState(NamedTuple):
 
 
 def propagate(facts: AxisGraph, rule: AxisRule) -> PropagationState:
-    """Return the layout of every tensor (its split dim, or whole) and the split of every op on one mesh axis."""
+    """Return the place of every tensor and the split of every op on one mesh axis, chosen by ``rule``."""
     told: dict[int, OpSplit | None] = {}
     for _ in range(_ROUNDS):
         state = _propagate(facts, rule, told)
@@ -156,13 +160,16 @@ def _split_of(facts: AxisGraph, index: int, tensor: int, place: tuple[int, int])
 
 
 def follow(state: PropagationState, index: int) -> OpSplit | None:
-    """Return the split of most of an op's inputs, by elements; None if they are whole or it cannot be kept."""
+    """Return the split with which most input elements of op ``index`` arrive; None if the op cannot keep any split."""
     weights = arriving(state, index)
     return max(weights, key=lambda split: weights[split], default=None)
 
 
 def arriving(state: PropagationState, index: int) -> dict[OpSplit, int]:
-    """Return the splits of an op's inputs that it can keep, each with the number of elements split so."""
+    """Return the splits of op ``index`` that its inputs have and that it can keep.
+
+    The values are the numbers of input elements that are split in this way.
+    """
     facts = state.facts
     weights: dict[OpSplit, int] = {}
     for _, tensor, dims in facts.operands(index):

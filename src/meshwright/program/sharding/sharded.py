@@ -20,13 +20,14 @@ MESH = "mesh."
 class ShardedGraph:
     """A graph under a sharding.
 
-    ``graph`` is what one rank computes, the first rank of each axis if parts are uneven: the tensors of the whole graph
-    under their ids with local shapes, then those that conversions make; its ops in the same order, with local FLOPs,
-    and the conversions among them as ops of kind ``mesh.*``; the same layers. ``layouts`` has, per axis of a size above
-    1, the layout of each tensor on that axis. ``reduced_parameters``: per axis, the parameters whose gradients are
-    partial on each rank; they are summed once per step before the optimizer. On the expert axis, whose ranks are
-    replicas of each other, these are all parameters that are not split over it (`layouts`). ``own_rows``: tensors of
-    sorted choices (`expert_ops`), whose order is each rank's own.
+    ``graph`` is what one rank computes; if parts are uneven, the first rank of each axis. It has the tensors of the
+    whole graph under the same ids, with local shapes, and after them the tensors that conversions make. It has the same
+    ops in the same order, with local FLOPs, and among them the conversions as ops of kind ``mesh.*``; its layers are
+    the same. ``layouts`` has, for each axis of a size above 1, the layout of each tensor on that axis.
+    ``reduced_parameters``: for each axis, the parameters whose gradients are partial on each rank; they are summed once
+    per step before the optimizer. On the expert axis, whose ranks are replicas of each other, these are all parameters
+    that are not split over the axis. ``own_rows``: ids of the tensors of sorted choices (`expert_ops`), whose rows are
+    in a different order on each rank.
     """
 
     graph: Graph

@@ -1,12 +1,12 @@
-"""The rules by which ops are split on each axis, for any captured graph: no rule uses the name of a module.
+"""The rules by which ops are split on each mesh axis, for any captured graph: no rule uses the name of a module.
 
-tensor     a product with a parameter is row-parallel where its other input is split along the summed dim;
-           column-parallel where every reader can use a part of its output, down to another product, attention or loss;
-           a table of many rows is split by rows; any other op follows its inputs. Sums are completed whole, or over
-           tokens (sequence parallelism)
-context    tokens of all inputs are split, and everything follows; attention reads whole keys and values
-expert     every rank has samples of its own; products with a matrix per expert, batched or grouped (`expert_ops`), are
-           split over the experts, and tables by the user's placements; sums are scattered over the samples
+tensor     a product with a parameter is row-parallel if its other input is split along the summed dim. It is
+           column-parallel if all readers can use a part of its output, down to another product, attention or loss.
+           A table of many rows is split by rows. Any other op is split as its inputs are. Partial sums are all-reduced,
+           or reduce-scattered over tokens (sequence parallelism)
+context    the tokens of all inputs are split, and all ops follow; attention reads whole keys and values
+expert     every rank computes different samples. Products with a matrix per expert, batched or grouped (`expert_ops`),
+           are split over the experts, and tables by the user's placements; partial sums are scattered over the samples
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Walk(NamedTuple):
 # whole, to a row-parallel product, to a loss over the vocabulary, or out of the graph; and if other inputs of ops on
 # the way are split in the same way.
 def is_absorbed(state: PropagationState, index: int, split: OpSplit) -> bool:
-    """Return whether all readers of the outputs of op ``index`` can continue with them split along ``split``."""
+    """Return whether all readers of op ``index`` can use its outputs split along ``split``, without a gather."""
     walk = _Walk(state, index, {}, set())
     return _outputs_absorbed(walk, index, split) and all(_may_be(walk, piece) for piece in walk.needed)
 
@@ -106,7 +106,7 @@ _FUSED = (1, 3, 2)
 
 
 def rule_for(axis: Axis, sharding: Sharding) -> AxisRule:
-    """Return the rule of an axis, which applies the user's own placements first."""
+    """Return the rule of a mesh axis; it applies the placements of the user's ``sharding`` before its own choices."""
     own = tuple(placement for placement in sharding.placements if placement.axis == axis)
     if axis == "tensor":
         return TensorRule(own, sequence_parallel=sharding.sequence_parallel)
@@ -114,7 +114,7 @@ def rule_for(axis: Axis, sharding: Sharding) -> AxisRule:
 
 
 def is_meant(placement: OpPlacement, op: Op) -> bool:
-    """Return whether a placement is for this op; ops that an axis has added are never meant."""
+    """Return whether a placement's pattern matches the op's name or module; False for ops that sharding inserted."""
     named = fnmatchcase(op.name, placement.op) or fnmatchcase(op.module, placement.op)
     return named and not op.kind.startswith(MESH)
 
@@ -126,11 +126,11 @@ class _OwnFirst:
     own: Sequence[OpPlacement]
 
     def start(self, facts: AxisGraph) -> dict[int, Place]:  # noqa: ARG002 - nothing is split
-        """Return the layout of the graph's inputs."""
+        """Return no splits: all graph inputs are whole."""
         return {}
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:  # noqa: ARG002 - whole
-        """Return the layout of a completed sum."""
+        """Return None: partial sums are all-reduced."""
         return None
 
     @cached_property
@@ -150,27 +150,33 @@ class _OwnFirst:
         return max(named, next((i for i in self._by_pattern if i > named and is_meant(self.own[i], op)), -1))
 
     def is_given(self, facts: AxisGraph, index: int) -> bool:
-        """Whether the user specifies how an op is split."""
+        """Return whether a placement of the user specifies the split of op ``index``."""
         return self._last_meant(facts.graph.ops[index]) >= 0
 
     def choose(self, state: PropagationState, index: int) -> OpSplit | None:
-        """Return the split of an op."""
+        """Return the split of op ``index``: that of the user's last matching placement, else that of the axis' rule.
+
+        Raises PlanError if the op cannot be split as the placement requires.
+        """
         last = self._last_meant(state.facts.graph.ops[index])
         return self.choose_by_rule(state, index) if last < 0 else _own_split(state.facts, index, self.own[last])
 
     def choose_by_rule(self, state: PropagationState, index: int) -> OpSplit | None:
-        """Return the split of an op without a placement of the user."""
+        """Return the split of op ``index``, which has no placement of the user: that of its inputs."""
         return follow(state, index)
 
 
 @dataclass(frozen=True)
 class TensorRule(_OwnFirst):
-    """Megatron's tensor parallelism, derived from the shapes of the products."""
+    """Tensor parallelism as in Megatron-LM, derived from the shapes of matrix products instead of module names."""
 
     sequence_parallel: bool = False
 
     def choose_by_rule(self, state: PropagationState, index: int) -> OpSplit | None:
-        """Return a split by rows, by columns, or that of the inputs."""
+        """Return a row-parallel or column-parallel split of a matrix product, else the split of the op's inputs.
+
+        Raises PlanError if the axis's size does not divide the heads of an attention.
+        """
         facts = state.facts
         row = facts.rows[index]
         if row is None or not row.product:
@@ -179,10 +185,10 @@ class TensorRule(_OwnFirst):
         return _rows(state, index) or _table_rows(facts, index) or _columns(state, index) or follow(state, index)
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:
-        """Scatter over the tokens, the dim before the last.
+        """Return the place of the tokens, the dim before the last, with sequence parallelism; None without it.
 
-        If that dim also holds samples, scatter over the tokens of each sample, or over all of them in a row if only
-        that split can continue in the readers, as where tokens come before samples.
+        If that dim merges samples and tokens, the tokens of each sample are split. The merged dim is split as a whole
+        instead if the readers can continue only with that split, as where tokens come before samples.
         """
         facts, shape = state.facts, state.facts.graph.tensors[tensor].shape
         if not self.sequence_parallel or len(shape) < 2 or not divides(shape[-2], facts.size):
@@ -198,10 +204,13 @@ class TensorRule(_OwnFirst):
 
 @dataclass(frozen=True)
 class ContextRule(_OwnFirst):
-    """Context parallelism: tokens of all inputs are split."""
+    """Context parallelism: the tokens of all inputs are split."""
 
     def start(self, facts: AxisGraph) -> dict[int, Place]:
-        """Split inputs of whole numbers (samples, tokens) over tokens. Raises PlanError if no input has tokens."""
+        """Return the splits of graph inputs: those of shape (samples, tokens) and an integer dtype, over tokens.
+
+        Raises PlanError if the graph has no attention, or no input whose number of tokens the axis's size divides.
+        """
         graph = facts.graph
         if not any(op.kind.startswith(_ATTENTION) for op in graph.ops):
             raise PlanError(
@@ -215,18 +224,21 @@ class ContextRule(_OwnFirst):
                 f"{graph.tensors[i].name} {list(map(str, graph.tensors[i].shape))}" for i in graph.inputs
             )
             raise PlanError(
-                f"context = {facts.size} splits the tokens of the inputs, but none of {shapes} holds tokens that it "
-                "divides. Choose a divisor of the number of tokens."
+                f"context = {facts.size} splits the tokens of the inputs, but no input has a number of tokens that "
+                f"this size divides; the inputs are {shapes}. Choose a divisor of the number of tokens."
             )
         return dict.fromkeys(split, (1, 1))
 
 
 @dataclass(frozen=True)
 class ExpertRule(_OwnFirst):
-    """Expert parallelism: samples are split, as over replicas, except in products with a matrix per expert."""
+    """Expert parallelism: samples are split, as over replicas, and products with a matrix per expert by expert."""
 
     def start(self, facts: AxisGraph) -> dict[int, Place]:
-        """Split all inputs over samples. Raises PlanError if the graph has no experts that the ranks divide."""
+        """Return the splits of graph inputs: all over samples.
+
+        Raises PlanError if the graph has no experts, or a number of experts that the axis's size does not divide.
+        """
         graph = facts.graph
         counts = {mixture.module: mixture.num_experts for mixture in facts.mixtures}
         for index, op in enumerate(graph.ops):
@@ -244,12 +256,15 @@ class ExpertRule(_OwnFirst):
         return dict.fromkeys(batched, (0, 1))
 
     def scatter(self, state: PropagationState, tensor: int) -> Place:
-        """Scatter over the samples."""
+        """Return the place of the samples, dim 0, if the tensor has them and they divide; otherwise None."""
         shape = state.facts.graph.tensors[tensor].shape
         return (0, 1) if shape and shape[0].per_sample and divides(shape[0], state.facts.size) else None
 
     def choose_by_rule(self, state: PropagationState, index: int) -> OpSplit | None:
-        """Return a split over the experts, or that of the inputs."""
+        """Return the split over experts of products with a matrix per expert, else the split of the op's inputs.
+
+        Among the inputs' splits, those over samples go first.
+        """
         if index in state.facts.sorted_ops:
             return OpSplit(ROWS)
         for label, _ in _expert_labels(state.facts, index):
@@ -303,7 +318,7 @@ def _splittable(facts: AxisGraph, index: int) -> str:
             split = dims.split_at(tensors[0], (dim, 1))
             if split and facts.can_split(index, split) and dims.in_outputs(split.label) == (where == "output"):
                 found.append(f"{where}_dim {dim}")
-    return f"It can be split along {' or '.join(found)}." if found else "It stays whole: leave the placement out."
+    return f"It can be split along {' or '.join(found)}." if found else "It cannot be split: leave the placement out."
 
 
 def _check_heads(facts: AxisGraph, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Dims of operators that move elements: views, parts, joins, repetitions, and selections by an index."""
+"""Labelled dims (`dims`) of operators that move elements: views, slices, joins, repetitions, selections by an index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def permuted(call: OpSignature) -> Found:
-    """Return the dims in another order."""
+    """Return dims of permute, transpose and swapaxes: the input's dims in another order."""
     rank = len(call.inputs[0])
     order = list(range(rank))
     if call.operator == "permute":
@@ -37,7 +37,7 @@ def permuted(call: OpSignature) -> Found:
 
 
 def reshaped(call: OpSignature) -> Found:
-    """Return dims that are merged and divided: common factors, from the front."""
+    """Return dims of a reshape: the common factors of both shapes, from the front, get the same labels."""
     left: list[list[tuple[str, int]]] = [[] for _ in call.inputs[0]]
     right: list[list[tuple[str, int]]] = [[] for _ in call.outputs[0]]
     ours, theirs = _Side(call.inputs[0], left), _Side(call.outputs[0], right)
@@ -71,7 +71,7 @@ class _Side:
 
 
 def divided(call: OpSignature) -> Found:
-    """Return dims where one is cut into parts; of equal parts each is split separately."""
+    """Return dims of split, chunk and unbind; if the parts are equal, each part can be split separately."""
     dim = call.dim()
     size, dims = call.inputs[0][dim], plain(call.inputs[0])
     if call.operator == "unbind":
@@ -84,7 +84,7 @@ def divided(call: OpSignature) -> Found:
 
 
 def joined(call: OpSignature) -> Found:
-    """Return dims of inputs joined along a dim; of equal inputs each is split separately."""
+    """Return dims of cat and stack; if the joined inputs are equally large, each can be split separately."""
     count, rank = len(call.inputs), len(call.outputs[0])
     dim = call.number("dim", 0) % rank
     if call.operator == "stack":
@@ -103,7 +103,7 @@ def _put(dims: Dims, dim: int, factors: Dim) -> Dims:
 
 
 def part(call: OpSignature) -> Found:
-    """Return dims of a part along ``dim``, which stays whole unless the part is all of it."""
+    """Return dims of select, slice and narrow; the attribute ``dim`` cannot be split unless all of it is taken."""
     dim, shape = call.dim(), call.inputs[0]
     dims = plain(shape)
     if call.operator == "select":
@@ -114,20 +114,20 @@ def part(call: OpSignature) -> Found:
 
 
 def expanded(call: OpSignature) -> Found:
-    """Return dims where those of size one are repeated."""
+    """Return dims of expand: dims of size one are repeated and can be split in the output only."""
     rank = len(call.outputs[0])
     return [aligned(call.inputs[0], rank)], [plain(call.outputs[0])]
 
 
 def repeated(call: OpSignature) -> Found:
-    """Return dims where each element along ``dim`` is repeated."""
+    """Return dims of repeat_interleave along the attribute ``dim``."""
     dim, times = call.dim(default=-1), call.number("repeats", 1)
     dims = plain(call.inputs[0])
     return [dims], [_put(dims, dim, (*dims[dim], *one("Xr", times)))]
 
 
 def picked(call: OpSignature) -> Found:
-    """Return dims of elements at an index along ``dim``; the other dims correspond."""
+    """Return dims of gather and scatter along the attribute ``dim``; the other dims correspond to each other."""
     dim = call.dim()
     dims = [_put(plain(s), dim, one(f"Xs{i}", s[dim])) for i, s in enumerate(call.inputs)]
     if call.operator == "gather":
@@ -140,7 +140,7 @@ def picked(call: OpSignature) -> Found:
 
 
 def selected(call: OpSignature) -> Found:
-    """Return dims of rows at an index along ``dim``."""
+    """Return dims of index_select along the attribute ``dim``, which cannot be split; the index can."""
     dim = call.dim()
     dims = plain(call.inputs[0])
     index = one("w", call.inputs[1][0] if call.inputs[1] else 1)
@@ -148,7 +148,11 @@ def selected(call: OpSignature) -> Found:
 
 
 def indexed(call: OpSignature) -> Found | None:
-    """Return dims of elements at several indices of one shape, in adjacent dims: the last ones that match."""
+    """Return dims of indexing with several index tensors of one shape, in adjacent dims of the source.
+
+    If the shapes allow several positions of the indexed dims, the last position is assumed. Returns None if no position
+    fits.
+    """
     (source, *indices), (result,) = call.inputs, call.outputs
     shape, left = indices[0], len(source) - len(indices)
     if any(index != shape for index in indices) or len(result) != left + len(shape):
@@ -164,18 +168,21 @@ def indexed(call: OpSignature) -> Found | None:
 
 
 def changed(call: OpSignature) -> Found:
-    """Return dims; those that change their size stay whole."""
+    """Return dims of operators that change the sizes of some dims (pad); these dims cannot be split."""
     grown = [i for i, (a, b) in enumerate(zip(call.inputs[0], call.outputs[0], strict=True)) if a != b]
     return [with_fixed(plain(call.inputs[0]), grown)], [with_fixed(plain(call.outputs[0]), grown)]
 
 
 def made(call: OpSignature) -> Found:
-    """Return dims of values that depend on no input: each rank makes its own."""
+    """Return dims of values that do not depend on the inputs (arange, zeros): each rank makes its own part."""
     return [whole(s, i) for i, s in enumerate(call.inputs)], [plain(s) for s in call.outputs]
 
 
 def made_like(call: OpSignature) -> Found:
-    """Return dims of values that depend on no input, with the labels of an input where the sizes are equal."""
+    """Return dims of values that take at most the shape of an input (new_empty).
+
+    Dims have the labels of the input where the sizes are equal.
+    """
     if len(call.inputs) != 1 or len(call.inputs[0]) != len(call.outputs[0]):
         return made(call)
     differ = [i for i, (a, b) in enumerate(zip(call.inputs[0], call.outputs[0], strict=True)) if a != b]

@@ -1,12 +1,12 @@
 """Collectives of fully sharded data parallelism (ZeRO stage 3; torch's FSDP2): groups of parameters, in order.
 
-Each of the data ranks holds a part of dim 0 of every parameter, padded to equal parts; the parameters of a group are
+Each of the data ranks holds a part of dim 0 of every parameter, padded to equal parts. The parameters of a group are
 sent together in one flat buffer. The root group has the parameters that no other group holds.
 
-    forward    a group is gathered before its first op; the root group before everything, and it stays
-    backward   before the last op of a group goes backward the group is gathered again, if it was freed, and then
-               the next group is prefetched; after its first op its gradients are reduced and scattered, those of
-               the root at the end
+    forward    a group is gathered before its first op. The root group is gathered before all others and is not freed
+    backward   before the backward of a group's last op, the group is gathered again if it was freed, and then the next
+               group is prefetched. After the backward of its first op, its gradients are reduce-scattered; those of
+               the root group at the end
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard (`pre_backward`, `_backward_prefetch`, `_root_post_backward`);
 tests/program compares it with what torch issues.
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
-    """Parameters (ids) that are gathered together for ops ``start:stop``; ``frozen`` ones have no gradients."""
+    """Parameters (tensor ids) that are all-gathered together for the ops ``start:stop`` of a graph.
+
+    ``frozen``: those of the parameters that have no gradients.
+    """
 
     name: str
     start: int
@@ -40,13 +43,16 @@ class ParameterGroup:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Parameters whose gradients are scattered."""
+        """The parameters that have gradients, which are reduce-scattered."""
         return tuple(i for i in self.parameters if i not in self.frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCollective:
-    """An all-gather of group ``group`` just before op ``at`` runs in a phase, or a reduce-scatter just after it."""
+    """An all-gather just before op ``at`` runs in a phase, or a reduce-scatter just after it.
+
+    ``group`` is an index into the groups of `parameter_groups`.
+    """
 
     kind: Literal["all_gather", "reduce_scatter"]
     phase: Phase
@@ -56,10 +62,10 @@ class GroupCollective:
 
 @lru_cache(maxsize=32)
 def parameter_groups(graph: Graph) -> tuple[ParameterGroup, ...]:
-    """Return the root group, and one per repeated layer, as if every block and then the model were wrapped.
+    """Return the root group, and one group per repeated layer, as FSDP makes them if each block is wrapped, then all.
 
-    A parameter that several layers read belongs to the root, as do layers that occur once. ``graph`` may be the local
-    graph of a sharding.
+    A parameter that several layers read belongs to the root group, and so do the parameters of layers that occur once.
+    ``graph`` may be the local graph of a sharding.
     """
     repeated = Counter(layer.block for layer in graph.layers)
     homes: dict[int, set[int]] = {}
@@ -91,7 +97,10 @@ def _group(
 
 
 class GatherUnit(NamedTuple):
-    """Parameters that are gathered together for the ops at indices ``first`` to ``last`` of a stage."""
+    """Parameters that are gathered together for some ops of a stage.
+
+    ``first`` and ``last`` (inclusive) are indices into the stage's ops; ``parameters`` are tensor ids.
+    """
 
     first: int
     last: int
@@ -99,7 +108,10 @@ class GatherUnit(NamedTuple):
 
 
 def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[GatherUnit, tuple[GatherUnit, ...]]:
-    """Return a stage's part of the root group, and of the others (`parameter_groups`), without ``kept`` ones."""
+    """Return the stage's part of the root group, and its parts of the other groups (`parameter_groups`).
+
+    ``kept``: parameters that replicas do not shard, which are left out.
+    """
     place = {op: index for index, op in enumerate(stage.ops)}
     held = set(stage.parameters) - kept
     root, *groups = parameter_groups(graph)
@@ -117,7 +129,7 @@ def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[GatherU
 def fsdp_collectives(groups: tuple[ParameterGroup, ...], *, reshard: bool = True) -> tuple[GroupCollective, ...]:
     """Return all gathers and scatters of one forward and backward, in the order in which they are issued.
 
-    ``groups`` as from `parameter_groups`. ``reshard``: all groups except the root are freed after their forward.
+    ``groups`` are those of `parameter_groups`. ``reshard``: all groups except the root are freed after their forward.
     """
     order = [index for index, group in enumerate(groups) if group.parameters]
     forward = sorted(order, key=lambda i: (groups[i].start, not groups[i].is_root))
@@ -143,7 +155,8 @@ def fsdp_collectives(groups: tuple[ParameterGroup, ...], *, reshard: bool = True
 def padded_bytes(graph: Graph, parameters: Iterable[int], num_ranks: int, float_bytes: int | None = None) -> int:
     """Return the bytes of the flat buffer of parameters, or of their gradients, with an equal part for every rank.
 
-    ``float_bytes``: bytes of a floating element in the precision in which they are sent.
+    ``float_bytes``: bytes per floating-point element in the precision in which the buffer is sent; None for the
+    precision of each parameter.
     """
     total = 0
     for i in parameters:
