@@ -142,7 +142,7 @@ def test_transfers_without_ranks_are_refused():
     plan = make_plan(graph, even_bounds(4, 2), [1, 1], 2)
     program = build_program(plan, graph)
     nameless = replace(program, body=replace(program.body, group=np.full_like(program.body.group, -1)))
-    with pytest.raises(ProgramError, match="names no group of ranks"):
+    with pytest.raises(ProgramError, match="has no group of ranks"):
         estimate_program(nameless, plan, graph, FixedCost())
 
 

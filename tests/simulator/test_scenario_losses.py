@@ -113,7 +113,7 @@ def test_a_slow_link_for_a_while_takes_its_steps_longer():
 
 @pytest.mark.parametrize(
     ("effect", "words"),
-    [(lost(until=None), "it has no end"), (lost(then="replan"), "no planner is available to replan")],
+    [(lost(until=None), "it has no end"), (lost(then="replan"), "needs a planner, but none is available here")],
 )
 def test_a_run_without_an_end_is_refused(effect, words):
     with pytest.raises(ScenarioError, match=words):

@@ -275,7 +275,7 @@ def test_network_cards_are_shared():
         (SlowLink(links=Links("between racks"), factor=2.0), "has no racks"),
         (SlowLink(links=Links("between node 1 and node 1"), factor=2.0), "two nodes only"),
         (SlowLink(links=Links("of node 7"), factor=2.0), "nodes 0 to 1"),
-        (Oversubscription(nodes_per_rack=2, ratio=2.0), "nothing lies between racks"),
+        (Oversubscription(nodes_per_rack=2, ratio=2.0), "there is only one rack"),
     ],
 )
 def test_what_the_cluster_has_not_is_refused(effect, words):

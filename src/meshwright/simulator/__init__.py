@@ -1,16 +1,18 @@
-"""Program × costs → Timeline and peak memory, on a virtual clock.
+"""Simulate a program with its costs on a virtual clock: predict its Timeline, step time and peak memory.
 
-`simulate_plan` (`plan_simulation`) reduces a plan to the work of one device of each team (`routes`),
-builds its program and estimates its costs (`program_estimate`: stages by `stage_costs` and `stage_bytes`, sharded
-states by `state_shards`). Then it runs the program: `unroll` concatenates the sections (all repetitions as one for
-asynchronous programs), `engine` finds when each instruction ends, `simulate` follows the bytes, `simulation` sums up,
-also the bytes on hosts and drives. Contended links are granted one request at a time (`engine`) or shared fairly
-(`fair`, `sharing`); `joins` continue when some of their waits have happened; `deadlock` explains why a program stops
-and which ranks run out of memory. `simulate_controlled` (`controlled`, `growing`, `control`) asks a controller what to
-add while a program runs. `pipeline_alike` finds identical replicas, of which only one is simulated; `many` simulates
-many plans on all cores. `rank_allocation` follows one rank's memory op by op. `exchange_order` finds the order in which
-gradient parts are sent, `scenarios` simulates a plan on changed machines. `explain_step` (`critical_path`) finds what
-bounds a step and what would shorten it.
+`simulate_plan` (`plan_simulation`) reduces a plan to the work of one device of each team (`teams`), builds the plan's
+program and estimates its costs (`program_estimate`: stages by `stage_costs` and `stage_bytes`, sharded states by
+`state_shards`, links by `routes`). Then it runs the program: `unroll` concatenates the sections, `engine` computes when
+each instruction ends, `simulate` follows the bytes in use, and `simulation` sums up times and memory, including hosts
+and drives.
+
+Contended links are granted one request at a time (`engine`) or shared fairly (`fair`, `sharing`). `joins` handles
+instructions that need only some of their waits, `deadlock` explains why a program can never finish, `overflow` which
+ranks run out of memory. `simulate_controlled` (`controlled`, `growing`, `control`) lets a controller add instructions
+while a program runs. `pipeline_alike` finds identical replicas, of which only one is simulated; `many` simulates many
+plans on all cores. `rank_allocation` follows one rank's memory op by op. `exchange_order` finds the order in which
+gradient parts are sent, `scenarios` simulates a plan on changed machines. `explain_step` (`critical_path`) finds the
+critical path of a step and the changes that would shorten the step.
 """
 
 from meshwright.simulator.controlled import ControlledRun, EstimateIssue, simulate_controlled

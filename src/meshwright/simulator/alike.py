@@ -1,4 +1,4 @@
-"""Find instructions of equal cost by loops over all of them, so that only distinct ones are estimated."""
+"""Find instructions of equal cost with compiled loops, so that `program_estimate` estimates each cost only once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _SPREAD = 0x4F1BBCDCBFA53E0B
 
 
 def find_distinct(keys: Ids) -> tuple[Ids, Ids]:
-    """Number equal columns of ``keys``, shape (rows, n). Return the numbers (n,) and the first column of each."""
+    """Give equal columns of ``keys``, shape (rows, n), the same number, from 0 in order of first appearance.
+
+    Returns the number of each column, shape (n,), and the index of the first column with each number.
+    """
     size = 1024
     number, first = np.empty(keys.shape[1], np.int64), np.empty(0, np.int64)
     while (count := _number(keys, np.full(size, -1, np.int64), number, first := np.empty(size // 2, np.int64))) < 0:
@@ -55,9 +58,10 @@ def _number(keys: Ids, table: Ids, number: Ids, first: Ids) -> int:
 
 @compiled
 def mark_backwards(stream_offsets: Ids, opcode: NDArray[np.int8], stage: NDArray[np.int32], num_stages: int) -> Ids:
-    """Mark each backward as FIRST or LAST of its stage before an update.
+    """Return, by instruction, FIRST or LAST (or both, added) for a stage's first or last backward before an update.
 
-    A rank with several stages updates them together, after all their backwards.
+    All other instructions get 0. A backward in two parts is marked at its part for weights. A rank with several stages
+    updates them together, after all their backwards.
     """
     place, latest = np.zeros(len(opcode), np.int64), np.full(num_stages, -1, np.int64)
     for stream in range(len(stream_offsets) - 1):
@@ -78,7 +82,7 @@ def mark_backwards(stream_offsets: Ids, opcode: NDArray[np.int8], stage: NDArray
 
 
 def first_updates(stream_offsets: Ids, opcode: NDArray[np.int8]) -> Ids:
-    """Return the updates that do not directly follow another one of their stream."""
+    """Return the indices of the updates that do not directly follow another update in their stream."""
     updates = np.isin(opcode, UPDATES)
     follows = np.append(False, updates[:-1])
     begins = stream_offsets[:-1]

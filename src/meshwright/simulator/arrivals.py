@@ -1,4 +1,4 @@
-"""Find when each instruction of a finished run was ready to start, from the ends of all."""
+"""Find when each instruction of a finished run was ready to start, given when all instructions ended."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from meshwright.simulator.sharing import Times
 
 
 def uses_shared_links(network: Network) -> NDArray[np.bool_]:
-    """Mark the instructions that use a shared link, shape (n,)."""
+    """Return whether each instruction's route has a link that other streams use, too; shape (n,)."""
     return routes(network) >= network.num_private
 
 
 @compiled
 def find_arrivals(network: Network, end_ps: Times, chosen: NDArray[np.bool_]) -> Times:
-    """Return when each chosen instruction's predecessor and all its waits had ended.
+    """Return, in ps and of shape (n,), when the predecessor and all waits of each chosen instruction had ended.
 
-    In ps, shape (n,); 0 for instructions that are not chosen.
+    The result is 0 for instructions that are not chosen.
     """
     arrival_ps = np.zeros(len(end_ps), np.int64)
     for stream in range(len(network.stream_offsets) - 1):
@@ -38,7 +38,10 @@ def find_arrivals(network: Network, end_ps: Times, chosen: NDArray[np.bool_]) ->
 
 
 def links_of(network: Network, instructions: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the links used by the given instructions, and for each link the index of its user among them."""
+    """Return the links of the given instructions' routes, concatenated, and for each link its user.
+
+    A user is an index into ``instructions``.
+    """
     route = routes(network)[instructions]
     counts = np.diff(network.route_offsets)[route]
     places = np.repeat(network.route_offsets[:-1][route] - (np.cumsum(counts) - counts), counts)

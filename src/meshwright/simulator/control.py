@@ -1,14 +1,15 @@
-"""Data for a network that a controller extends: the next instruction of each stream, and the heap of events to decide.
+"""Data for a network that a controller extends: the successor of each instruction, and the heap of pending events.
 
-Streams run ahead of time, so a watched end is known before its moment has come. It waits in a heap of (time, number):
-the number of an ended instruction, or `FIRST_TIMER` + k for the k-th timer. When no stream can continue and the
-smallest event is not later than the smallest request for links (and earlier than any open join), nothing can come
-before it, and the compiled loop returns. So at one moment joins close first, then the controller decides about ends and
-timers, then links are granted; and everything that follows from a decision at that moment comes before them again.
+The engine computes streams ahead of virtual time, so it knows a watched end before that time has come. The end waits in
+a heap of (time, number), where number is that of the instruction, or `FIRST_TIMER` + k for the k-th timer. The compiled
+loop returns for a decision when no stream can continue and the first event is not later than the first request for
+links and earlier than any open join: then nothing can come before the event. So at one time joins close first, then the
+controller decides about ends and timers, then links are granted; everything that follows from a decision at the same
+time comes before further requests.
 
-A computation that may be abandoned is not finished when a stream reaches it: the stream stops, and its end is an
-event with the negative number stream - streams, for which no controller is asked. It comes before others of its
-moment, and is dropped if the end has been brought forward since.
+A computation that may be abandoned is not finished when a stream reaches it: the stream stops, and the computation's
+end becomes an event with the negative number stream - streams, about which no controller decides. It comes before other
+events of its time, and is dropped if the end has become earlier since.
 
 Issued instructions are numbered in the order of issue, so a stream is a chain: ``after`` leads from each instruction to
 the next. Arrays are longer than the part in use; between runs of the loop they are replaced by longer ones
@@ -33,11 +34,11 @@ RUNNABLE, REQUESTS, EVENTS = 0, 1, 2
 
 
 class Control(NamedTuple):
-    """Per instruction: its successor in the stream or NO_MORE, its release time, whether its end is watched or open.
+    """Columns that the engine needs in addition if a controller extends the network.
 
-    An end is open if the instruction may be abandoned.
-
-    ``event_ps`` and ``event_number`` are the heap of events; ``counts`` holds the number of streams on the stack, of
+    Per instruction: ``after``, its successor in the stream, or NO_MORE; ``release_ps``, its earliest start;
+    ``watched``, whether its end is an event for the controller; ``is_open``, whether it may be abandoned.
+    ``event_ps`` and ``event_number`` are the heap of events. ``counts`` has the numbers of streams on the stack, of
     requests that wait for links, and of known events.
     """
 
@@ -52,25 +53,28 @@ class Control(NamedTuple):
 
 @compiled
 def note_end(control: Control, i: int, time: int) -> None:
-    """Record that an instruction ends at a time, possibly in the future; if it is watched, add an event."""
+    """Add an event at ``time``, which may be in the future, for the end of instruction ``i`` if it is watched."""
     if control.watched[i]:
         add_event(control, time, i)
 
 
 @compiled
 def add_event(control: Control, time: int, number: int) -> None:
-    """Push an event onto the heap."""
+    """Push an event onto the heap; ``number`` is an instruction, or `FIRST_TIMER` + k for timer k."""
     control.counts[EVENTS] = push(control.event_ps, control.event_number, control.counts[EVENTS], time, number)
 
 
 @compiled
 def next_event(control: Control) -> int:
-    """Return the time of the first event, or NEVER."""
+    """Return the time of the first event in ps, or NEVER if there is no event."""
     return int(control.event_ps[0]) if control.counts[EVENTS] > 0 else NEVER
 
 
 @compiled
 def is_next(control: Control, time: int, requester: int) -> bool:
-    """Return whether an event comes before the first entry of the heap of requests, where joins are negative."""
+    """Return whether the first event comes before the first entry (``time``, ``requester``) of the heap of requests.
+
+    A negative ``requester`` is an open join, which comes before an event at the same time.
+    """
     event_ps = next_event(control)
     return event_ps < time or (event_ps == time and requester >= 0)

@@ -1,9 +1,9 @@
 """Simulate a program that a controller extends: predict its Timeline and log the decisions.
 
-The streams of the program run until an event occurs (`control.py`); the controller decides, and the instructions that
-it issues are appended to the streams (`growing.py`). This repeats until nothing is left to run. The result equals that
-of the decided program (`meshwright.program.decided`): the timeline is the same, and the costs returned can be simulated
-with it without the controller.
+The streams of the program run until an event occurs (`control`); the controller decides, and the instructions that it
+issues are appended to the streams (`growing`). This repeats until no instruction is left. The timeline equals that of
+the decided program (`meshwright.program.decided`), which can be simulated with the returned costs and without the
+controller.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlledRun:
-    """The timeline, the log of decisions, the controller's last state, and the costs of the decided program."""
+    """The result of `simulate_controlled`.
+
+    ``state`` is the controller's last state; ``costs`` are those of the decided program (`program.decided`).
+    """
 
     timeline: Timeline
     log: DecisionLog
@@ -57,9 +60,9 @@ def simulate_controlled(
 ) -> ControlledRun:
     """Simulate a program that a controller extends while it runs, or replay the log of such a run.
 
-    The program is a body that runs once; `ProgramBuilder(num_ranks).build(...)` makes an empty one.
-    ``estimate_issue`` gives each issue a cost class and a route of ``costs``, whose classes may hold a duration for
-    every instruction; all members of a collective get the same two.
+    The program must have only a body, which runs once; `ProgramBuilder(num_ranks).build(...)` makes an empty program.
+    ``estimate_issue`` returns the cost class and the route of each issue, as indices into ``costs`` (route -1: no
+    links); all members of a collective must get the same two.
 
     Raises DeadlockError if the decided program can never finish; ProgramError if a decision breaks the rules of
     `spec.control`, if the costs do not match the program, or if an event or its time differs from the log.
@@ -114,9 +117,9 @@ def _decide_all(
         filed = book.file(decision, now_ps)
         if max(len(decided), book.next_handle) > MAX_UNROLLED:
             raise ProgramError(
-                f"The controller was called {len(decided)} times, and there are {book.next_handle} instructions "
-                f"including the program's own; at most {MAX_UNROLLED} of each are simulated. Make the controller stop "
-                "earlier."
+                f"The controller was called {len(decided)} times, and there are {book.next_handle} instructions, "
+                f"including the program's own; at most {MAX_UNROLLED} calls and instructions are simulated. Make the "
+                "controller stop earlier."
             )
         for handle in decision.watch:
             stream = int(np.searchsorted(program.body.stream_offsets, handle, side="right")) - 1
@@ -142,7 +145,7 @@ def _decide_all(
 
 def _refuse_length() -> NoReturn:
     raise ProgramError(
-        "The controlled run takes more than 2^63 - 1 ps, about 106 days, and its times do not fit. Give shorter "
+        "The controlled run takes more than 2^63 - 1 ps, about 106 days, which the clock cannot count. Give shorter "
         "durations and earlier timers."
     )
 
@@ -171,11 +174,13 @@ class _IssuedCosts:
                 f"{len(self._durations) - 1}, and routes from -1 (none) to {self._num_routes - 1}."
             )
         if route >= 0 and self._durations[cost_class] < 1:
-            raise ProgramError(f"{filed.issue.instruction} takes less than 1 ps on its links; give it at least that.")
+            raise ProgramError(
+                f"{filed.issue.instruction} takes less than 1 ps on its links; expected a cost class of at least 1 ps."
+            )
         if filed.collective >= 0 and self._collectives.setdefault(filed.collective, given) != given:
             raise ProgramError(
-                f"{filed.issue.instruction} got class {cost_class} and route {route}, another member of the same "
-                f"collective {self._collectives[filed.collective]}; expected the same for all."
+                f"{filed.issue.instruction} got class {cost_class} and route {route}, but another member of the same "
+                f"collective got (class, route) = {self._collectives[filed.collective]}; expected the same for all."
             )
         if filed.issue.abandonable and self._has_links[route]:
             raise ProgramError(

@@ -1,27 +1,30 @@
-"""The chain of instructions that determines the length of a step (`find_critical_path`), and what would shorten it.
+"""The chain of instructions that determines the length of a step (`find_critical_path`), and how to shorten the step.
 
-`explain_step` explains a step of a plan, `find_levers` what would make it shorter. The path is exact, in ps, from the
-times of a simulation. Every instruction i starts at the moment s(i) at which the last of its preconditions happens: its
-predecessor in its stream ends, an awaited instruction ends, a mark is raised inside one, the last member of its
-collective arrives, or the transfer that holds its links ends. What happens at s(i) is *tight* for i. The chain is
-walked back from the instruction that ends last, each time to a tight one, until it reaches the beginning of the window:
+`explain_step` explains a step of a plan; `find_levers` lists the classes of work that would shorten the step if they
+were faster. The path is exact, in ps, from the times of a simulation. Every instruction i starts at the time s(i) at
+which the last of its preconditions happens: its predecessor in its stream ends, an awaited instruction ends, a mark is
+raised inside an awaited instruction, the last member of its collective arrives, or the transfer that holds its links
+ends. An instruction that causes the last precondition is called *tight* for i. The walk goes back from the instruction
+that ends last, each time to a tight instruction, until it reaches the beginning of the window:
 
     length = Σ (until(k) - max(s(k), begin)) = end - begin,     until(k) = s(k + 1)
 
-so its segments leave no gap and add up to the window. A mark cuts the instruction that raises it: the work after the
-mark is not on the path. For a join that needs k of its waits the k-th that happens is tight, and no later one.
+so the segments leave no gap and add up to the window. A mark cuts the instruction that raises the mark: the work after
+the mark is not on the path. For a join that needs k of its waits, the k-th wait that happens is tight, and no later
+wait.
 
-Under ``fair`` contention no transfer waits for a link: transfers that share one take longer, and so they are on the
-path. The progress of such a transfer when it raised a mark is not kept, so its marks are tight only if nothing else is.
+Under ``fair`` contention no transfer waits for a link. Instead, transfers that share a link take longer, so that they
+are on the path. The progress of such a transfer when it raised a mark is not recorded, so its marks are tight only if
+no other instruction is.
 
-Where hosts issue asynchronously (`host_issue`), an instruction that ends later than the device alone would need was
-issued late. Then the path follows the host: from that end back to the moment at which the host began to issue the
-instruction, and through the instructions issued before, in the order of the stream, until the host had waited for the
-device. Those segments are the host's.
+If hosts issue asynchronously (`host_issue`), an instruction that ends later than the device alone would need was issued
+late. Then the path follows the host: from that end back to the time at which the host began to issue the instruction,
+and through the instructions issued before, in the order of the stream, until the host had waited for the device. These
+segments belong to the host.
 
-Where several instructions are tight, the order is total: the predecessor in the stream, then awaited instructions, then
-the holder of a link; among equals the lowest instruction id. A collective is on the path as the lowest of its members
-with a tight instruction. The search takes time linear in the number of instructions. Source: the critical path method
+If several instructions are tight, the path takes the predecessor in the stream, then an awaited instruction, then the
+holder of a link; among equals the lowest instruction id. A collective is on the path as the lowest of its members that
+has a tight instruction. The search takes time linear in the number of instructions. Source: the critical path method
 (Kelley and Walker 1959), here on a known schedule, so that one walk suffices.
 """
 
@@ -55,7 +58,11 @@ Times = NDArray[np.int64]
 
 
 class Bound(IntEnum):
-    """What a segment of the path waited for before it began."""
+    """Why a segment of the path did not begin earlier.
+
+    ``BEGIN``: it is cut by the begin of the window. ``STREAM``: its predecessor in the stream ended. ``WAIT``: an
+    awaited instruction ended. ``MARK``: a mark was raised. ``LINK``: a link became free. ``HOST``: the host issued it.
+    """
 
     BEGIN = 0
     STREAM = 1
@@ -82,9 +89,10 @@ class _Index(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CriticalPath:
-    """Segments in order of time: instruction ids, start and end (ps), and the `Bound` of each; all of shape (k,).
+    """The k segments of a critical path in order of time, as columns of shape (k,).
 
-    Each segment starts where the one before it ends. ``on_host`` (k,): whether the segment is the host's.
+    ``instruction`` is an instruction id, ``bound`` a `Bound`. Each segment starts when the one before it ends.
+    ``on_host``: whether the segment is time of the host that issues the instruction, not of the device.
     """
 
     instruction: Ids
@@ -97,18 +105,20 @@ class CriticalPath:
 def find_critical_path(
     network: Network, start_ps: Times, end_ps: Times, window: tuple[int, int], hosts: IssuedRun | None = None
 ) -> CriticalPath:
-    """Return the critical path between two moments (ps), the second of which is the end of an instruction.
+    """Return the critical path of a window (begin, end) in ps, where some instruction ends at ``end``.
 
-    ``start_ps`` and ``end_ps`` (n,) are the times of the network's instructions, ``hosts`` the times at
-    which host processors issue them, if these are simulated. Raises ProgramError if the times are not of this network:
-    no instruction ends at the window's end, or one starts at a moment at which nothing that it waits for happens.
+    ``start_ps`` and ``end_ps`` (n,) are the times of the network's instructions, ``hosts`` the times at which host
+    processors issue them, None if these are not simulated. Raises ProgramError if the times do not belong to the
+    network: no instruction ends at the window's end, or an instruction starts when none of its preconditions happens.
     """
     begin, stop = window
     last = np.flatnonzero(end_ps == stop)[:1]
     if stop <= begin:
         return _path(np.zeros((5, 0), np.int64))
     if not len(last):
-        raise ProgramError(f"No instruction ends at {stop} ps; give the window of a step of this simulation.")
+        raise ProgramError(
+            f"No instruction ends at {stop} ps, the end of the window; give the window of a step of this simulation."
+        )
     segments = np.zeros((5, len(end_ps)), np.int64)
     count = _walk(network, _index(network), start_ps, end_ps, begin, int(last[0]), segments, hosts)
     path = _path(segments[:, :count][:, ::-1].copy())
@@ -302,10 +312,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """A class of work on the critical path.
+    """A class of work on the critical path, such as all forwards of a stage or all transfers over one link.
 
-    ``path_s`` is its time on the path; ``step_if_shorter_s`` the step time with this class 10 % shorter, and
-    ``step_if_free_s`` with it taking no time; None if not simulated.
+    ``path_s`` is the class's time on the path. ``step_if_shorter_s`` is the step time if this class takes 10 % less
+    time, ``step_if_free_s`` if it takes no time; None if this was not simulated. All are in seconds.
     """
 
     kind: LeverKind
@@ -348,10 +358,10 @@ def find_levers(
     devices: Sequence[str],
     simulate: Callable[[Unrolled], int],
 ) -> tuple[Lever, ...]:
-    """Return every class with time on the path, by kind, the largest first.
+    """Return every class of work with time on the path, by kind, the one with the most time first.
 
-    ``columns`` are the `instruction_columns`, ``devices`` names the kind of each stream's device, and ``simulate``
-    returns the step time in ps.
+    ``columns`` are those of `instruction_columns`, ``devices`` names the kind of each stream's device, and ``simulate``
+    returns the step time of a changed program in ps.
     """
     length = path.end_ps - path.start_ps
     on_host = int(length[path.on_host].sum())
@@ -448,10 +458,11 @@ def _distinct(numbers: NDArray[Any]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepExplanation:
-    """What bounds a step.
+    """The critical path of a steady step and the classes of work on it.
 
-    ``path`` holds the spans on the critical path in order of time, cut to the parts that are on it, from time 0 to the
-    step time; ``bounds[k]`` says what span k waited for last. ``levers`` are the classes of work on the path.
+    ``path`` has the spans on the critical path in order of time, cut to the parts that are on it, from time 0 to the
+    end of the step. ``bounds[k]`` is the reason why span k did not begin earlier. ``levers`` are the classes of work on
+    the path.
     """
 
     step_time_s: float
@@ -481,7 +492,10 @@ def explain_step(
 def explain_program(
     program: Program, costs: ProgramCosts, devices: list[str], *, contention: Contention = "queued"
 ) -> StepExplanation:
-    """Explain a steady step of an estimated program; ``devices`` names the kind of each rank's device."""
+    """Explain a steady step of a program with its costs; ``devices`` names the kind of each rank's device.
+
+    Raises the errors of `simulate_program`.
+    """
     check_contention(contention)
     check_costs(program, costs)
     steps, drains = steady_steps(program)[0], program.epilogue.num_instructions > 0

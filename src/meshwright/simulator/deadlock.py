@@ -1,12 +1,11 @@
-"""Explain why a program stops (`raise_deadlock`).
+"""Explain why a program can never finish (`raise_deadlock`): name the shortest cycle of waiting instructions.
 
-It names the shortest cycle of instructions that wait for each other. A stopped stream has a next instruction p. It
-waits for each instruction a that p awaits and that never ended, and, where p is a member of a collective, for each
-member a that was never reached. If a is not the next instruction of its stream, it comes later in that stream. So there
-is an edge from a stopped stream to the stream of each a, which has stopped too; from a join to all its open waits,
-because too few of these ever happen. Every stopped stream has an edge, and there are finitely many streams: they
-contain a cycle. The shortest is found by breadth-first search from each stream; among equals the one through the lowest
-stream.
+Let p be the next instruction of a stopped stream. The stream waits for each instruction a that p awaits and that never
+ended, and, if p is a member of a collective, for each member a that was never reached. If a is not the next instruction
+of its stream, it comes later in that stream. So there is an edge from the stopped stream to the stream of each a, which
+has stopped, too. A join has edges to all its open waits, because too few of them ever happen. Every stopped stream has
+an edge, and there are finitely many streams, so they contain a cycle. The shortest cycle is found by breadth-first
+search from each stream; among equals the one through the lowest stream.
 """
 
 from __future__ import annotations
@@ -30,7 +29,11 @@ _MOST_NAMED = 16
 
 
 def raise_deadlock(program: Program, unrolled: Unrolled, end_ps: Ids, position: Ids) -> None:
-    """Raise DeadlockError if a stream stopped before its end."""
+    """Raise DeadlockError, which names the shortest cycle, if a stream stopped before its end.
+
+    ``end_ps`` is the end of each instruction, negative if it never ended; ``position`` the id of the instruction at
+    which each stream stopped.
+    """
     offsets = unrolled.network.stream_offsets
     num_stuck = int((position < offsets[1:]).sum())
     if num_stuck:
@@ -142,7 +145,7 @@ def _tell_need(program: Program, unrolled: Unrolled, end_ps: Ids, i: int) -> str
 
 
 def describe(program: Program, unrolled: Unrolled, i: int) -> str:
-    """Return the name of an instruction, its rank and its stream."""
+    """Return an instruction as text: ``F0.3 (rank 1, compute)``."""
     stream, row = program.streams[unrolled.stream[i]], int(unrolled.source[i])
     for _, section in program.sections():
         if row < section.num_instructions:

@@ -1,12 +1,12 @@
-"""Find when each instruction of ordered streams ends, by a worklist with a lazy heap; exact, int64 picoseconds.
+"""Compute when each instruction of ordered streams ends, with a worklist and a lazy heap; exact, in whole picoseconds.
 
-The model, ``queued`` contention: an instruction may start when its predecessor in its stream has ended and all
-its waits have happened (an instruction's end, or a mark: a moment inside its span). It then *requests* the
-links of its route, all at once. Each link serves requests by (request time, stream); streams are numbered rank by
-rank. It starts at max(request, all links free) and holds them for its duration. A collective is one instruction per
-member; it requests when its last member has arrived, in the name of the lowest stream among the members, and all
-members end together. A start is fixed at the request, so a link may idle while a transfer of several links waits
-for another.
+The model, ``queued`` contention: an instruction may start when its predecessor in its stream has ended and all its
+waits have happened (the end of an instruction, or a mark: a time inside an instruction's span). It then *requests* the
+links of its route, all at once. Each link serves requests by (request time, stream); streams are numbered rank by rank.
+The instruction starts at max(request time, all its links free) and holds its links for its duration. A collective is
+one instruction per member; it requests when its last member has arrived, in the name of the lowest stream among the
+members, and all members end together. A start is fixed at the request, so a link may be idle while a transfer over
+several links waits for another link.
 
 How it is computed:
 1. Run each stream until it meets a wait whose time is unknown, an incomplete collective or a *shared* link.
@@ -20,11 +20,13 @@ earlier than the smallest key. The condition: holding a link, and a mark raised 
 then its requests form a chain. Source: our own experiments with worklist, event heap and recorded link order; tests
 compare with a plain event-driven simulation.
 
-An instruction that needs only k of its waits is a *join* (`joins.py`); open ones are in the same heap. The ends that
-a controller watches have a heap of their own (`control.py`): the loop returns when the smallest of both is one of them.
+An instruction that needs only k of its waits is a *join* (`joins`); open joins are in the same heap. The ends that a
+controller watches have a heap of their own (`control`): the loop returns when the first entry of both heaps is such an
+end.
 
-Where hosts issue asynchronously, an instruction ends no earlier than they allow (`host_issue.py`); the times of host
-and device depend only on earlier instructions of the stream, so both are known when the stream reaches it.
+If hosts issue asynchronously, an instruction also ends no earlier than its host allows (`host_issue`). The times of
+host and device depend only on earlier instructions of the stream, so both are known when the stream reaches the
+instruction.
 
 ``fair`` contention (`fair.py`) differs only in how requests for shared links are served.
 """
@@ -61,17 +63,17 @@ def check_contention(contention: str) -> None:
     """Raise ProgramError if the model of contention is unknown."""
     if contention not in CONTENTIONS:
         raise ProgramError(
-            f"Unknown model of contention {contention!r}{suggest(contention, CONTENTIONS)}; expected "
-            f"{' or '.join(CONTENTIONS)}."
+            f"Unknown contention {contention!r}{suggest(contention, CONTENTIONS)}; expected {' or '.join(CONTENTIONS)}."
         )
 
 
 class EngineRun(NamedTuple):
-    """When each instruction ended, in ps, shape (n,), and where each stream stopped, shape (streams,).
+    """The times of a run of the engine.
 
-    A stream that stopped before its last instruction waits for ever; unknown ends are negative.
-    ``shared_start_ps`` (n,) is the start of each transfer that shared its links, else -1; None under ``queued``.
-    ``network`` is the one that ran; its durations include waiting for hosts.
+    ``end_ps`` (n,) is the end of each instruction in ps, negative if it never ended. ``position`` (streams,) is the
+    instruction id at which each stream stopped; a stream that stopped before its end waits for ever.
+    ``shared_start_ps`` (n,) is the start of each transfer that shared its links, -1 for other instructions; None under
+    ``queued``. ``network`` has the durations of the run, which include waiting for hosts.
     """
 
     end_ps: Times
@@ -80,7 +82,7 @@ class EngineRun(NamedTuple):
     network: Network
 
     def start_ps(self) -> Times:
-        """Return when each instruction began, shape (n,); meaningless for those that never end."""
+        """Return when each instruction began in ps, shape (n,); meaningless for instructions that never ended."""
         start_ps = durations(self.network)
         np.subtract(self.end_ps, start_ps, out=start_ps)
         if self.shared_start_ps is None:
@@ -89,7 +91,7 @@ class EngineRun(NamedTuple):
 
 
 def run_network(network: Network, num_links: int, contention: Contention = "queued") -> EngineRun:
-    """Simulate until every stream has ended or stopped."""
+    """Run a network until every stream has ended or stopped, and return all times."""
     hosts, given = prepare_hosts(network), network
     if hosts is not None:
         # The position of marks inside an instruction depends on its host.
@@ -121,7 +123,7 @@ def run_streams(  # noqa: C901
     control: Control | None,
     hosts: Hosts | None,
 ) -> None:
-    """Run streams until all have ended or stopped, or a controller has to decide."""
+    """Run streams until all have ended or stopped, or a controller has to decide; write all times into ``state``."""
     # One loop, with arrays taken out of the tuples once: an array passed to a function in the innermost loop has its
     # references counted each time, which made the loop ten times as slow. It is compiled separately with and without
     # sharing, joins, control and hosts: a network without them does not pay for them.

@@ -1,9 +1,9 @@
 """The order in which a plan's gradient parts are sent (`schedule_exchange`); times of its stages (`stage_times`).
 
-The order is found on the virtual clock of the estimated program. All forwards of a step come before its backwards, so
-the times at which parts are ready follow from the backwards alone. One simulated step gives them, and the sequence
-found for it holds for every step. The policy (`program.part_order`, or a user's function) receives these times; its
-answer becomes data of the plan (``exchange.sequence``), and simulator and runtime both read the program made from it.
+One simulated step gives the times at which the parts are ready: they follow from the backwards alone. The policy
+(`program.part_order`, or a user's function) receives these times and returns an order, which holds for every step. The
+order becomes data of the plan (``exchange.sequence``), and simulator and runtime both use the program made from the
+plan.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ from meshwright.spec.instructions import SUMS
 # computation to several stages go one after the other. In a chain, this model omits values that skip a stage; the
 # simulator includes them.
 def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
-    """Return the times and bytes of a plan's stages, without memory limits. Raises PlanError for an inference plan."""
+    """Return the times (ps) and bytes of a plan's stages for `find_orders`, without memory limits.
+
+    Raises PlanError for a plan of inference.
+    """
     check_plan(plan, graph)
     if plan.workload.kind != "training":
-        raise PlanError("The plan is for inference, which has forwards only; orders are found for training.")
+        raise PlanError("The plan is for inference, which has only forwards; orders are found for training plans only.")
     graph = as_computed(graph, plan.workload.numbers)
     stages, buckets = slice_graph(graph, plan.bounds), gradient_buckets(graph, plan)
     kinds = [cost.cluster.device_kind(rank) for rank in range(plan.num_ranks)]
@@ -99,11 +102,11 @@ def schedule_exchange(
     cost: CostModel | None = None,
     own_order: OwnOrder | None = None,
 ) -> Plan:
-    """Return the plan with the sequence of its exchange: nearest to the input first, or by ``own_order``.
+    """Return the plan with ``exchange.sequence`` set: parts nearest to the model's input first, or by ``own_order``.
 
-    At most ``credit_bytes`` are in flight at once; 0 sends one part after the other. With servers, parts are assumed to
-    take as long as all-reduces of them. Raises PlanError as `build_program`, and if ``own_order`` does not return every
-    part once.
+    At most ``credit_bytes`` are in flight at once; 0 sends one part after the other. With parameter servers, a part is
+    assumed to take the time of its all-reduce. Raises PlanError as `build_program` does, and if ``own_order`` does not
+    return every part once.
     """
     parts = ready_parts(plan, graph, cluster, cost=cost)
     groups: dict[tuple[int, ...], list[ReadyPart]] = {}
@@ -130,8 +133,8 @@ def _follow(own_order: OwnOrder, parts: list[ReadyPart]) -> list[tuple[int, int]
     if order is None or sorted(map(str, order)) != sorted(map(str, known)):
         given = type(answer).__name__ if order is None else str(order)[:80]
         raise PlanError(
-            f"Your order of the exchange returned {given}; expected the `index` of each of its {len(parts)} parts "
-            "once. Return `[part.index for part in ...]`."
+            f"Your function for the order of the exchange returned {given}; expected the `index` of each of its "
+            f"{len(parts)} parts once. Return `[part.index for part in ...]`."
         )
     free_ps, moments = 0, []
     for index in order:
@@ -141,7 +144,7 @@ def _follow(own_order: OwnOrder, parts: list[ReadyPart]) -> list[tuple[int, int]
 
 
 def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None) -> list[ReadyPart]:
-    """Return when each part of the plan's exchange is ready on all of its ranks, and its duration."""
+    """Return the parts of the plan's exchange: when each is ready on all of its ranks, and how long its sum takes."""
     first = replace(plan, exchange=replace(plan.exchange, sequence=(), across_steps=False, servers=()))
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     program = build_program(first, graph)

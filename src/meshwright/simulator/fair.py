@@ -1,24 +1,24 @@
 """``fair`` contention: transfers that share links run at the same time, at max-min fair rates.
 
-The model, in whole picoseconds. A transfer that takes d alone (its duration under ``queued``) has the work d. It begins
-at its request, when its stream, or the last member of its collective, has arrived, without queueing. At rate x
-(`sharing.py`) it does the work x t in the time t, and it ends when the work is done; a mark with the offset o into it
-is raised when the work o is done:
+The model, in whole picoseconds: a transfer that takes d alone on its links (its duration under ``queued``) has the work
+d. It begins without queueing when its stream, or the last member of its collective, has arrived. At rate x (`sharing`)
+it does the work x t in the time t, and it ends when its work is done. A mark at offset o into the transfer is raised
+when the work o is done:
 
     left(t + dt) = left(t) - x dt;    end: the first whole ps with left <= 0;    mark: the first with left <= d - o.
 
-A **moment** is a time at which something happens to a shared link. In it, ends and marks come first, then everything
-that follows at the same time, then the transfers that begin; finally the rates are computed once, from the set of
-running transfers. So events at one time need no order, and the result does not depend on the numbering of ranks,
-streams and links.
+A **moment** is a time at which a transfer on a shared link begins, ends or raises a mark. At a moment, ends and marks
+come first, then everything that follows at the same time, then the transfers that begin; finally the rates are computed
+once, from the set of running transfers. So events at one time need no order, and the result does not depend on the
+numbering of ranks, streams and links.
 
-Work is counted in 1 / `UNITS` ps as a pair (whole ps, parts), rates are whole multiples of 1 / UNITS: only rates are
-rounded (down, see `sharing.py`) and moments (up to the next ps).
+Work is counted in 1 / `UNITS` ps as a pair (whole ps, parts), and rates are whole multiples of 1 / UNITS. Only rates
+are rounded (down, see `sharing`), and moments (up to the next ps).
 
-Streams run ahead through computations and waits as under ``queued`` (`engine.py`); their requests wait in the same
-heap. A second heap holds the *stops*: when each transfer next ends or raises a mark, at the present rates; entries that
-a new rate made wrong are dropped when they reach the top. A mark of a shared transfer is an instruction of its own for
-its waiters, number n + k after the n instructions.
+Streams run ahead through computations and waits as under ``queued`` (`engine`), and their requests wait in the same
+heap. A second heap holds the *stops*: the time at which each transfer next ends or raises a mark, at the present rates.
+Entries that a new rate made wrong are dropped when they reach the top. For the instructions that wait for it, mark k of
+a shared transfer is an instruction of its own, with number n + k after the n instructions.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ NOW, NUM_STOPS = 0, 1
 
 
 class Sharing(NamedTuple):
-    """The running transfers and their coming stops.
+    """The running transfers and their next stops (end or mark).
 
-    ``start_ps`` (n,) is when an instruction with a shared route began, else -1. ``mark_transfer[k]`` is the instruction
-    that raises mark k, ``mark_left[k]`` the work left then; sorted by both, most work first.
-    ``stops_time`` and ``stops_stream`` are the heap of stops; ``clock`` holds the moment and the size of that heap.
-    Waiters see mark k as instruction ``first_mark`` + k.
+    ``start_ps`` (n,) is the start of each instruction with a shared route, -1 for others. ``mark_transfer[k]`` is the
+    instruction that raises mark k, ``mark_left[k]`` the work left at that time; sorted by instruction, then most work
+    first. ``stops_time`` and ``stops_stream`` are the heap of stops; ``clock`` has the current moment and the size of
+    that heap. Instructions wait for mark k as for instruction ``first_mark`` + k.
     """
 
     start_ps: Times
@@ -76,7 +76,7 @@ class Sharing(NamedTuple):
 
 
 def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]:
-    """Return the network with marks of shared transfers as instructions of their own, and an empty `Sharing`."""
+    """Return the network with marks of shared transfers as instructions of their own, and a `Sharing` at time 0."""
     num_streams = len(network.stream_offsets) - 1
     capacities, leader = np.zeros(num_streams, np.int64), np.zeros(len(network.collective_size), np.int64)
     _find_transfers(network, capacities, leader)
@@ -142,9 +142,10 @@ def run_moments(
     control: Control | None,
     num_requests: int,
 ) -> tuple[int, int]:
-    """Advance from moment to moment until streams can continue; return their number and that of the requests left.
+    """Advance from moment to moment until streams can continue.
 
-    The first is 0 if no transfer runs any more, or a controller has to decide at the present moment.
+    Returns the number of streams that can continue and the number of requests left. The first is 0 if no transfer runs
+    any more, or if a controller has to decide at the present moment.
     """
     start_ps, mark_transfer, mark_left, stops_time, stops_stream, clock, flows, first_mark = sharing
     transfers, links, crossings, changed, reached, connected, counts = flows

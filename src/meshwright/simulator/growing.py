@@ -1,10 +1,10 @@
 """A network that a controller extends: instructions are appended to its streams between runs of the engine.
 
-Instruction ids are handles (`spec.control`); under ``fair``, ids of marks lie between those of the body and those of
-issued instructions. Every column has spare room, and is copied into one of twice the length when it is full.
-All routes count as shared, because later issues may use any of them; that changes no time. The last stream is the
-controller's own and always empty: it runs whenever the loop continues, so that links are granted even if nothing
-was issued.
+Instruction ids are handles (`spec.control`); under ``fair`` contention, ids of marks lie between those of the body and
+those of issued instructions. Every column has spare entries, and is copied into a column of twice the length when it is
+full. All routes count as shared, because later issues may use any of them; this changes no time. The last stream
+belongs to the controller and is always empty: it runs whenever the loop continues, so that links are granted even if
+no instruction was issued.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Columns = TypeVar("Columns", bound=Any)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssueCost:
-    """A filed issue, with its cost class and route."""
+    """A checked issue (`Filed`) with the indices of its cost class and its route in the costs; route -1: no links."""
 
     filed: Filed
     cost_class: int
@@ -52,7 +52,10 @@ class _Sizes(NamedTuple):
 
 
 class GrowingNetwork:
-    """Streams that run until the next event and can be extended then. ``network`` includes the controller's stream."""
+    """A network whose streams run until the next event, when they can be extended.
+
+    The last stream of ``network`` must be the controller's, which is empty.
+    """
 
     def __init__(self, network: Network, num_links: int, contention: Contention) -> None:
         num_body, num_waits = len(network.cost_class), len(network.waits)
@@ -121,9 +124,10 @@ class GrowingNetwork:
         run_streams(self._network, self._state, self._sharing, self._joins, self._control, None)
 
     def next_event(self) -> tuple[int, int] | None:
-        """Pop the present event: its moment, and the handle that ended, or ``FIRST_TIMER`` + k for timer k.
+        """Remove and return the next event for the controller; None if there is no event left.
 
-        Ends that the controller does not watch only let their streams continue.
+        An event is (time in ps, number): the handle of the instruction that ended, or ``FIRST_TIMER`` + k for timer k.
+        Ends that the controller does not watch are skipped; their streams continue.
         """
         control, state = self._control, self._state
         while control.counts[EVENTS]:
@@ -144,7 +148,7 @@ class GrowingNetwork:
         return {self._handle(i): int(class_ps[cost_class[i]]) for i in self._abandoned}
 
     def ends(self) -> Times:
-        """Return when each instruction ended, by handle; negative for those that never did."""
+        """Return when each instruction ended in ps, by handle; negative if it never ended."""
         return self._by_handle(self._state.end_ps)
 
     def cost_classes(self) -> Column:
@@ -152,7 +156,7 @@ class GrowingNetwork:
         return self._by_handle(self._network.cost_class)
 
     def starts(self) -> Times:
-        """Return when each instruction began, by handle; meaningless for those that never end."""
+        """Return when each instruction began in ps, by handle; meaningless if it never ended."""
         start_ps: Times = self.ends() - self._network.class_ps[self.cost_classes()]
         if self._sharing is None:
             return start_ps
@@ -166,9 +170,10 @@ class GrowingNetwork:
 
     @property
     def has_overflown(self) -> bool:
-        """Whether a time exceeded 64 bits, or streams stopped that may have waited for such a time.
+        """Whether a time exceeded 64 bits, or stopped streams may have waited for such a time.
 
-        The end of an unfinished instruction holds its first waiter instead, which is negative as an overflow is.
+        While streams are unfinished, overflows cannot be seen in the ends, where negative numbers also encode waiting
+        streams. Then the sum of all durations is compared with the limit.
         """
         if self.is_done:
             return bool((self.ends() < 0).any())

@@ -1,16 +1,16 @@
-"""Hosts that issue work to their devices asynchronously: when is an instruction issued, and when does it end then?
+"""Hosts that issue work to their devices asynchronously: when an instruction is issued, and when it ends therefore.
 
-One thread of a rank's host issues everything that the rank computes, in the order of its compute stream. It waits for
-the device only where the program requires it (`program_estimate`: where an update depends on a number that the host
-reads). Let an instruction take the host H and the device D, and let it end at least E after the host began with it
-(`span_parts`). Then, with the moment ``ready`` at which the device could begin,
+One thread of a rank's host issues everything that the rank computes, in the order of its compute stream. The host waits
+for the device only if the program requires it (`program_estimate`: if an update depends on a number that the host
+reads). Let an instruction take H on the host and D on the device, and let it end at least E after the host began to
+issue it (`span_parts`). Then, with ``ready``, the time at which the device could begin,
 
-    begin  = end of the host's last issue             (not before ``ready`` where the host waits for the device)
+    begin  = end of the host's last issue             (not before ``ready`` if the host waits for the device)
     end    = max(ready + D, begin + E)                the host continues at begin + H
 
 which equals a replay op by op. Marks inside the instruction follow the same rule with their own D and E. A span begins
-at ``ready``, so its excess over D is waiting for the host. Transfers follow computations, which end after they were
-issued; the issue of transfers themselves is not counted.
+at ``ready``, so the part of the span beyond D is waiting for the host. Transfers follow computations, which end after
+they were issued; the issue of transfers themselves is not counted.
 
 CUDA's queue of about 1,024 launches, which stops a host that is further ahead, is not modelled.
 """
@@ -31,9 +31,11 @@ from meshwright.spec import Program
 
 
 class Hosts(NamedTuple):
-    """State of issuing hosts: per stream the end of the last issue, per instruction when the device could begin.
+    """State of issuing hosts.
 
-    The marks of instruction i are ``marks[first_mark[i] : first_mark[i + 1]]``.
+    ``clock_ps``: per stream, the end of the host's last issue. ``ready_ps``: per instruction, when the device could
+    begin. The marks of instruction i are ``marks[first_mark[i] : first_mark[i + 1]]``; ``usual_shift_ps`` is the time
+    of each mark after the end of its instruction (0 or less) if no host is late.
     """
 
     clock_ps: Times
@@ -44,9 +46,10 @@ class Hosts(NamedTuple):
 
 
 class IssuedRun(NamedTuple):
-    """Times of the hosts in a run, per instruction: when its issue began, and whether right after the issue before.
+    """Times of the hosts in a run.
 
-    ``is_late`` and, per mark, ``is_mark_late``: whether it came later than if everything had been issued before.
+    Per instruction: ``begin_ps``, when its issue began; ``follows``, whether directly after the issue before;
+    ``is_late``, whether it ended later than if everything had been issued in time. ``is_mark_late``: the same per mark.
     """
 
     begin_ps: Times
@@ -56,7 +59,7 @@ class IssuedRun(NamedTuple):
 
 
 def prepare_hosts(network: Network) -> Hosts | None:
-    """Return hosts that have issued nothing yet; None if the network has no asynchronous hosts."""
+    """Return the state of hosts at time 0; None if the network has no asynchronous hosts."""
     if not network.has_hosts:
         return None
     count = len(network.cost_class)
@@ -71,12 +74,15 @@ def prepare_hosts(network: Network) -> Hosts | None:
 
 
 def as_run(network: Network, start_ps: Times, end_ps: Times, mark_shift_ps: Times) -> Network:
-    """Return the network with the durations of the run, which include waiting for hosts."""
+    """Return the network with the durations of a run, which include waiting for hosts, and without hosts."""
     return with_durations(network.with_hosts_ahead(), end_ps - start_ps, mark_shift_ps)
 
 
 def issued_run(network: Network, ran: Network, ready_ps: Times) -> IssuedRun | None:
-    """Return the times of the hosts in a run; ``ran`` is the network as it ran. None without asynchronous hosts."""
+    """Return the times of the hosts in a run; None if ``network`` has no asynchronous hosts.
+
+    ``ran`` is the network with the run's durations, ``ready_ps`` when the device could begin each instruction.
+    """
     if not network.has_hosts:
         return None
     begin_ps, follows = np.zeros(len(ready_ps), np.int64), np.zeros(len(ready_ps), np.bool_)
@@ -99,10 +105,10 @@ def _follow_hosts(network: Network, ready_ps: Times, begin_ps: Times, follows: N
 
 
 def hosts_bind(program: Program, costs: ProgramCosts, step_ps: float) -> bool:
-    """Return whether repetitions of the body that take the devices ``step_ps`` wait for hosts.
+    """Return whether devices wait for hosts in steady repetitions of the body that take the devices ``step_ps``.
 
-    Devices never stop a host, so a host that needs less time per step than they do gets further ahead with each step;
-    otherwise the devices run at its pace. A host that waits for its device always binds.
+    A host that needs less time per repetition than the devices gets further ahead each time; otherwise the devices wait
+    for the host. The result is also True if a host waits for its device somewhere in the body.
     """
     if costs.issue is None:
         return False
@@ -111,7 +117,7 @@ def hosts_bind(program: Program, costs: ProgramCosts, step_ps: float) -> bool:
 
 
 def issued_ps(program: Program, costs: ProgramCosts) -> Times:
-    """Return the time for which each rank's host issues in one repetition of the body, in ps, shape (ranks,)."""
+    """Return how long each rank's host issues work in one repetition of the body, in ps, shape (ranks,)."""
     if costs.issue is None:
         return np.zeros(program.num_ranks, np.int64)
     ranks = np.repeat(rank_of_streams(program), np.diff(program.body.stream_offsets))

@@ -1,16 +1,16 @@
-"""k-of-n joins: an instruction that continues when k of its waits have happened.
+"""k-of-n joins: instructions that continue when k of their n waits have happened.
 
-The moment of a join is the k-th smallest of those of its waits, and it *closes* at that moment or when its predecessor
-in its stream has ended, whichever is later. Streams run ahead of time, so a moment that becomes known late
-may be an early one. A join with k or more known moments therefore waits in the heap of requests, with the k-th
-smallest as its time: when it reaches the top, nothing earlier can come any more (`engine.py`). At equal times joins
+The time of a join is the k-th smallest time of its waits. The join *closes* at that time or when its predecessor in its
+stream has ended, whichever is later. The engine computes streams ahead of virtual time, so a wait whose time becomes
+known late may have an early time. A join with k or more known times therefore waits in the heap of requests, with the
+k-th smallest as its key: when it reaches the top, no earlier time can become known (`engine`). At equal times joins
 come before requests, so that their consequences are known when links are granted. A join closes at once when all its
-moments are known, or when the k-th smallest is not later than the end of its predecessor.
+times are known, or when the k-th smallest is not later than the end of its predecessor.
 
 Each wait of a join has a *slot*, numbered in the order in which joins are opened. An unfinished instruction keeps a
-list of its waiters, in which ``num_streams + slot`` means a slot (`sharing.py`). A closed join leaves its slots in such
-lists; they are skipped. A stream has one open join at most, and keeps the k smallest moments of that join in a heap
-with the largest on top.
+list of its waiters, in which ``num_streams + slot`` stands for a slot (`sharing`). A closed join leaves its slots in
+such lists, where they are skipped. A stream has at most one open join, and keeps the k smallest times of that join in a
+heap with the largest on top.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ NONE = -1
 
 
 class Joins(NamedTuple):
-    """Joins of a network and their state; columns are read through the tuple, which avoids reference counting.
+    """The joins of a network and their state.
 
-    ``need`` (n,) is 0 for instructions that are not joins. Per slot: the next waiter of the same list, the stream, and
-    the wait as in `Network` (not kept without marks; ``mark_shift_ps`` is that of the network). ``next`` (1,) is the
-    first free slot. Per stream: the first slot of the open join (-1: none is open), the number of waits that it needs
-    and of known moments, its time in the heap of requests (-1: not in the heap), whether the stream is on the stack to
-    check the join again, and where its smallest moments begin.
+    ``need`` (n,) is the number of waits that each join needs, 0 for other instructions. Per slot: ``slot_after``, the
+    next waiter of the same list; ``slot_stream``, the stream; ``slot_wait``, the wait as in `Network` (empty if the
+    network has no marks). ``mark_shift_ps`` is that of the network. ``next`` (1,) is the first free slot. Per stream:
+    ``first``, the first slot of the open join (-1: no open join); ``needed`` and ``known``, the numbers of waits that
+    it needs and whose times are known; ``key_ps``, its time in the heap of requests (-1: not in the heap);
+    ``is_queued``, whether the stream is on the stack to check the join again; ``smallest_offsets``, where its smallest
+    times begin in ``smallest_ps``.
     """
 
     need: Column
@@ -54,7 +56,7 @@ class Joins(NamedTuple):
 
 
 def prepare_joins(network: Network) -> Joins | None:
-    """Return the joins, none of them open; None for a network without joins, for which a faster loop is compiled.
+    """Return the joins of a network, all closed; None if there are no joins, for which a faster loop is compiled.
 
     Raises ProgramError if joins have more waits than 32 bits can number.
     """
@@ -62,7 +64,7 @@ def prepare_joins(network: Network) -> Joins | None:
 
 
 def make_joins(network: Network) -> Joins:
-    """Return the joins, none of them open. Raises as `prepare_joins`."""
+    """Return the joins of a network, all closed. Raises as `prepare_joins`."""
     num_streams, ids = len(network.stream_offsets) - 1, network.join_instruction.astype(np.int64)
     need = np.zeros(len(network.cost_class), np.int32)
     need[ids] = network.join_need
@@ -70,7 +72,9 @@ def make_joins(network: Network) -> Joins:
     num_waits = network.wait_offsets[ids + 1].astype(np.int64) - network.wait_offsets[ids]
     most, num_slots = np.zeros(num_streams, np.int64), int(num_waits.sum())
     if num_streams + num_slots >= np.iinfo(np.int32).max - 2:
-        raise ProgramError(f"Joins wait {num_slots} times; fewer than 2^31 can be simulated. Simulate fewer steps.")
+        raise ProgramError(
+            f"The program's joins have {num_slots} waits; fewer than 2^31 can be simulated. Simulate fewer steps."
+        )
     np.maximum.at(most, streams, network.join_need)
     return Joins(
         need=need,
@@ -91,7 +95,7 @@ def make_joins(network: Network) -> Joins:
 
 @compiled
 def open_join(network: Network, joins: Joins, end: Times, stream: int, i: int) -> None:
-    """Open the join ``i``: take the known moments, and register slots as waiters of the others."""
+    """Open the join ``i``: record the waits whose times are known, and register slots as waiters of the others."""
     first, begin = joins.next[0], network.wait_offsets[i]
     num_streams, num_waits = len(joins.first), network.wait_offsets[i + 1] - begin
     joins.first[stream], joins.next[0] = first, first + num_waits
@@ -134,9 +138,10 @@ def _take(joins: Joins, stream: int, moment: int) -> None:
 
 @compiled
 def look_at_join(joins: Joins, stream: int, num_waits: int, time: int) -> tuple[int, bool, bool]:
-    """Check the open join of a stream: return its closing time so far, whether it closes now, and whether to queue it.
+    """Check the open join of a stream.
 
-    ``time`` is the end of the predecessor. A join to queue enters the heap of requests with the returned time.
+    Returns (time, closes, enters): the closing time as far as it is known, whether the join closes now, and whether it
+    has to enter the heap of requests with that time. The given ``time`` is the end of the predecessor.
     """
     joins.is_queued[stream] = False
     if joins.known[stream] < joins.needed[stream]:
@@ -162,7 +167,10 @@ def close_join(
     stack: Ids,
     top: int,
 ) -> int:
-    """Handle a join popped from the heap of requests: if its time is still valid, let its stream continue."""
+    """Handle a join that was removed from the heap of requests: if ``time`` is still valid, let its stream continue.
+
+    Returns the new top of the stack.
+    """
     if joins.key_ps[stream] == time:
         joins.first[stream], joins.key_ps[stream] = NONE, NONE
         cursor[stream], ready[stream] = network.wait_offsets[position[stream] + 1], time
@@ -176,7 +184,10 @@ def close_join(
 
 @compiled
 def finish_for_joins(joins: Joins, end: Times, i: int, time: int, next_waiter: Ids, stack: Ids, top: int) -> int:
-    """Record the end of ``i``, wake the streams that wait for it and update the joins that do."""
+    """Record the end of ``i``, wake the streams that wait for it and update the joins that wait for it.
+
+    Returns the new top of the stack.
+    """
     waiter, num_streams = end[i], len(joins.first)
     end[i] = time
     while waiter < -1:

@@ -1,11 +1,11 @@
 """Simulate many plans of one graph and cluster on all cores; each result equals that of `simulate_plan`.
 
-Most of the time for a plan is Python (writing and estimating its program), which runs on one core per process. So plans
-are distributed to forks of this process: these already have graph, costs and compiled loops, receive the index of
-a plan and send its result back. The first plan is simulated here, to load everything and to measure
-whether the rest is worth forking: a fork and its results cost about 50 ms. Where processes cannot fork (Windows;
-macOS, whose libraries do not support it), or other threads run that might hold a lock meanwhile, all plans are
-simulated one after the other.
+Most of the time for a plan is spent in Python (building and estimating its program), which runs on one core per
+process. So plans are distributed to forks of this process: they already have graph, costs and compiled loops, receive
+the index of a plan and send its result back. The first plan is simulated in this process, to load everything and to
+measure whether forking pays for the rest: forks and their results cost about 50 ms. If processes cannot fork (Windows;
+macOS, whose libraries do not support it), or if other threads run, which might hold a lock during the fork, all plans
+are simulated one after the other.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def simulate_plans(
     contention: Contention = "queued",
     num_processes: int | None = None,
 ) -> tuple[Simulation | MeshwrightError, ...]:
-    """Predict plans with the same arguments as `simulate_plan`; one result per plan, in their order.
+    """Simulate plans with the arguments of `simulate_plan`; return one result per plan, in their order.
 
-    A plan that cannot be simulated gets its error as its result, without effect on the others. ``num_processes`` is
-    the most processes at once, by default one per core if that pays. Raises ProgramError if it is below 1, for an
-    unknown model of contention, and if a process is killed, for example for lack of memory.
+    If a plan cannot be simulated, its result is the error; the other plans are simulated. ``num_processes`` is the
+    largest number of processes at once, by default one per core if that pays. Raises ProgramError if ``num_processes``
+    is below 1, for an unknown contention, and if a process is killed, for example for lack of memory.
     """
     check_contention(contention)
     cost = cost or CostModel(cluster=cluster, precision=plans[0].workload.precision if plans else "float32")
@@ -81,12 +81,12 @@ def simulate_plans(
 
 
 def run_places(run: Callable[[int], T], count: int, num_processes: int | None = None) -> list[T]:
-    """Return ``run(i)`` for i from 0 to ``count`` - 1, in parallel if that pays. Raises as `simulate_plans`.
+    """Return ``[run(0), ..., run(count - 1)]``, in several processes if that pays. Raises as `simulate_plans`.
 
-    An interrupt ends the processes, too.
+    Ctrl-C also ends these processes.
     """
     if num_processes is not None and num_processes < 1:
-        raise ProgramError(f"{num_processes} processes were asked for; give at least one.")
+        raise ProgramError(f"num_processes is {num_processes}; expected 1 or more.")
     start = time.perf_counter()
     results = [run(place) for place in range(min(1, count))]
     rest = range(len(results), count)

@@ -1,8 +1,8 @@
-"""Match the sends and receives of a section, and the members of its collectives, by its columns.
+"""Match the sends and receives of a section, and the members of its collectives, by the section's columns.
 
-A send and a receive belong together if source stage, target stage, microbatch and payload agree; equal ones pair
-in the order of their ids. The members of a collective agree in kind, group and bucket; the k-th on each rank
-belong together.
+A send and a receive match if source stage, target stage, microbatch and payload agree; if several agree, they match in
+the order of their ids. The members of a collective agree in kind, group and bucket; if a rank has several such
+instructions, the k-th of each rank match.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _MOST_ENTRIES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matches:
-    """``sends[k]`` and ``receives[k]`` are one transfer (ids); ``members[k]`` takes part in collective ``numbers[k]``.
+    """The matched transfers and collectives of a section.
 
-    ``are_named``: every receive waits for its send in the program itself. ``owners[c]`` is the lowest-numbered stream
-    of collective c, ``sizes[c]`` its number of members.
+    ``sends[k]`` and ``receives[k]`` are the instruction ids of one transfer; ``members[k]`` is an instruction that
+    takes part in collective ``numbers[k]``. ``are_named``: every receive already waits for its send in the program.
+    ``owners[c]`` is the lowest-numbered stream of collective c, ``sizes[c]`` its number of members.
     """
 
     sends: Ids
@@ -46,7 +47,10 @@ class Matches:
 
 
 def match_section(program: Program, section: Section) -> Matches:
-    """Pair the transfers and collectives of one section. Raises ProgramError that names one without a counterpart."""
+    """Match the transfers and collectives of one section.
+
+    Raises ProgramError, which names the instruction, if a transfer or a member of a collective has no counterpart.
+    """
     named = _named_transfers(section)
     sends, receives = _match_transfers(section) if named is None else named
     members, numbers, owners, sizes = _match_collectives(program, section)
@@ -62,13 +66,13 @@ def match_section(program: Program, section: Section) -> Matches:
 
 
 def stream_of_instructions(section: Section) -> Column:
-    """Return the stream of each instruction, shape (n,)."""
+    """Return the index of each instruction's stream, shape (n,)."""
     counts = np.diff(section.stream_offsets)
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
 def streams_of(section: Section, instructions: Ids) -> Ids:
-    """Return the streams of the given instructions."""
+    """Return the index of the stream of each given instruction, in the same shape."""
     return np.searchsorted(section.stream_offsets, instructions, side="right") - 1
 
 

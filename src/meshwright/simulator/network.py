@@ -1,8 +1,8 @@
 """Data of the engine: the columns of a network per instruction, stream, link and collective, and its mutable state.
 
-The speed of the engine is that of the memory, so it keeps 16 bytes per instruction with one wait (4 per further wait)
-and 8 for its end: durations are looked up by cost class, and a resource or a wait is one number each. Columns that only
-reports need are computed on demand (`unroll.py`).
+Memory bandwidth limits the speed of the engine. So the engine keeps only 16 bytes per instruction with one wait (4 per
+further wait) and 8 for its end: durations are looked up by cost class, and a resource or a wait is one number. Columns
+that only reports need are computed on demand (`unroll`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from meshwright.simulator.sharing import Column, Ids, Times
 
 
 class Network(NamedTuple):
-    """The immutable input of the engine. Instruction ids run stream by stream, ``n`` of them.
+    """The immutable input of the engine: n instructions, numbered stream by stream.
 
-    Instruction i takes ``class_ps[cost_class[i]]``. A wait w is for the end of instruction ``waits[w]``, or, if that is
-    negative, for mark ``~waits[w]``: the moment ``mark_shift_ps`` (0 or less) after the end of ``mark_instruction``.
+    Instruction i takes ``class_ps[cost_class[i]]`` ps. Wait w is for the end of instruction ``waits[w]``, or, if that
+    is negative, for mark ``~waits[w]``: the time ``mark_shift_ps`` (0 or less) after the end of ``mark_instruction``.
 
-    ``resource`` is -1 for work of one stream; r, from 0 on, for the links of route r; and ``num_routes + c`` for a
-    member of collective c, which holds the links of ``collective_route[c]`` (-1: none). The first ``num_private``
-    routes use links that no other stream uses. ``collective_owner`` is the lowest stream among the members.
+    ``resource`` is -1 for an instruction without links, r >= 0 for one that holds the links of route r, and
+    ``num_routes + c`` for a member of collective c, which holds the links of ``collective_route[c]`` (-1: no links).
+    The first ``num_private`` routes use links that no other stream uses. ``collective_owner`` is the lowest stream
+    among the members.
 
-    An instruction in ``join_instruction``, ascending, continues when ``join_need`` of its waits have happened; all
-    others need all of their waits.
+    ``join_instruction`` lists, ascending, the instructions that continue when ``join_need`` of their waits have
+    happened; all other instructions need all of their waits.
 
-    The last four are the times of asynchronous hosts (`host_issue`): by class ``issue_ps``, ``earliest_ps`` and
-    ``is_awaited``, by mark ``mark_earliest_ps``; each of shape (0,) if there are no such hosts.
+    The last four columns are the times of asynchronous hosts (`host_issue`): by cost class ``issue_ps``,
+    ``earliest_ps`` and ``is_awaited``, by mark ``mark_earliest_ps``; each of shape (0,) if there are no such hosts.
     """
 
     stream_offsets: Ids
@@ -56,11 +57,11 @@ class Network(NamedTuple):
 
     @property
     def has_hosts(self) -> bool:
-        """Whether hosts issue asynchronously."""
+        """Whether asynchronous hosts are simulated."""
         return len(self.issue_ps) > 0
 
     def with_hosts_ahead(self) -> Network:
-        """Return the network in which everything is issued before the devices reach it."""
+        """Return the network without asynchronous hosts: every instruction is issued before its device is ready."""
         none = np.zeros(0, np.int64)
         return self._replace(issue_ps=none, earliest_ps=none, is_awaited=none.astype(np.bool_), mark_earliest_ps=none)
 
@@ -73,7 +74,8 @@ def durations(network: Network) -> Times:
 def with_durations(network: Network, duration_ps: Times, mark_shift_ps: Times) -> Network:
     """Return the network with a duration for each instruction, shape (n,), and other mark shifts.
 
-    The hosts' issue times stay; in `earliest_ps` the device's part after the issue changes in proportion.
+    The hosts' issue times stay. In ``earliest_ps``, the device's time after the issue changes in proportion to the
+    duration.
     """
     own_class = np.arange(len(duration_ps), dtype=np.int32)
     if network.has_hosts:
@@ -95,20 +97,20 @@ def _with_earliest(network: Network, duration_ps: Times) -> Network:
 
 
 def collectives(network: Network) -> Column:
-    """Return the collective of each instruction, else -1, shape (n,)."""
+    """Return the number of each instruction's collective, -1 for other instructions; shape (n,)."""
     numbers: Column = network.resource - np.int32(len(network.route_offsets) - 1)
     return np.maximum(numbers, -1, out=numbers)
 
 
 def routes(network: Network) -> Column:
-    """Return the route of each instruction, -1 for none, shape (n,)."""
+    """Return the route of each instruction, -1 if it holds no links; shape (n,)."""
     num_routes = len(network.route_offsets) - 1
     known = np.concatenate([np.arange(num_routes, dtype=np.int32), network.collective_route, np.array([-1], np.int32)])
     return known[network.resource]
 
 
 def awaited_instructions(network: Network, waits: Column) -> Ids:
-    """Return the awaited instructions of some waits; for a mark, the instruction that raises it."""
+    """Return the instructions that the given waits are for; for a mark, the instruction that raises the mark."""
     awaited = waits.astype(np.int64)
     marked = waits < 0
     awaited[marked] = network.mark_instruction[~waits[marked]]
@@ -117,7 +119,7 @@ def awaited_instructions(network: Network, waits: Column) -> Ids:
 
 @compiled
 def route_of(network: Network, i: int) -> int:
-    """Return the route of one instruction, -1 for none."""
+    """Return the route of one instruction, -1 if it holds no links."""
     resource, num_routes = int(network.resource[i]), len(network.route_offsets) - 1
     return resource if resource < num_routes else int(network.collective_route[resource - num_routes])
 
@@ -132,11 +134,14 @@ def need_of(network: Network, i: int) -> int:
 
 
 class NetworkState(NamedTuple):
-    """The mutable state of a simulation.
+    """The mutable state of a run of the engine; times in ps.
 
-    ``end_ps`` is per instruction, ``link_free_ps`` per link, ``arrived``, ``arrival_ps`` and ``members`` per
-    collective, the others per stream. ``members[c]`` is the stream that arrived last at collective c; ``next_waiter``
-    links it to the earlier ones.
+    Per instruction: ``end_ps``; while the end is unknown, it encodes the waiting streams (`sharing`). Per link:
+    ``link_free_ps``. Per collective c: ``arrived``, the number of members that have arrived; ``arrival_ps``, the latest
+    arrival; ``members``, the stream that arrived last, which ``next_waiter`` links to the earlier ones. The other
+    columns are per stream: ``position``, the current instruction; ``cursor``, its next wait; ``ready_ps``, when it can
+    start as far as known. ``stack`` holds the streams that can continue, ``heap_time`` and ``heap_stream`` the requests
+    for links.
     """
 
     end_ps: Times
@@ -154,7 +159,10 @@ class NetworkState(NamedTuple):
 
 
 def fresh_state(network: Network, num_links: int, num_marks: int = 0) -> NetworkState:
-    """Return a state with every stream before its first instruction; ``num_marks`` ends more than instructions."""
+    """Return the state at time 0, with every stream before its first instruction.
+
+    ``end_ps`` gets ``num_marks`` more entries than there are instructions.
+    """
     num_streams, num_collectives = len(network.stream_offsets) - 1, len(network.collective_size)
     # A stream has one request or open join; joins may be in the heap several times, with times that have changed since.
     num_entries = num_streams * (1 if not len(network.join_instruction) else 2)

@@ -1,4 +1,4 @@
-"""Ranks that need more memory than their devices have (`find_overflows`), in sentences (`explain_overflows`)."""
+"""Find ranks that need more memory than their devices have (`find_overflows`); explain them (`explain_overflows`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _LIMIT = MemoryLimit(margin=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overflow:
-    """A rank needs more than its device has: first at ``time_s`` of the simulation, in ``span``; parts at its peak."""
+    """A rank that needs more memory than its device has.
+
+    ``reserved_bytes`` is what it needs, ``limit_bytes`` what is usable on its ``device``. The limit is first exceeded
+    at ``time_s`` of the simulation, in the instruction ``span``. ``parts_bytes``: bytes by part at the rank's peak.
+    """
 
     rank: int
     device: str
@@ -39,16 +43,16 @@ class Overflow:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of what the rank needs."""
+        """The rank's peak memory in bytes, the sum of all parts."""
         return sum(self.parts_bytes.values())
 
     def row(self) -> dict[str, Any]:
-        """Return plain values: the fields, and ``peak_bytes``."""
+        """Return the fields and ``peak_bytes`` by name, for JSON."""
         names = ("rank", "device", "limit_bytes", "reserved_bytes", "peak_bytes", "time_s", "span", "parts_bytes")
         return {name: getattr(self, name) for name in names}
 
     def explain(self) -> str:
-        """Return one sentence for people."""
+        """Return one sentence: need, limit, first time and instruction of the excess, and the largest parts."""
         largest = sorted(self.parts_bytes.items(), key=lambda item: -item[1])[:_MOST_PARTS]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
         needs = "reserves" if self.reserved_bytes > self.peak_bytes else "needs"
@@ -60,9 +64,10 @@ class Overflow:
 
 
 def find_overflows(result: Simulation, cluster: Cluster, reserved: Sequence[int] = ()) -> tuple[Overflow, ...]:
-    """Return every rank that needs more than its device has after CUDA and NCCL, by rank; empty if all fit.
+    """Return every rank that needs more memory than its device leaves after CUDA and NCCL, by rank; () if all fit.
 
-    ``reserved``: bytes that each rank's allocator reserves (`predict_reserved`); by default peaks are compared.
+    ``reserved``: bytes that each rank's allocator reserves (`predict_reserved`). By default, the limit is compared with
+    the ranks' peaks.
     """
     needed = reserved or [use.total_bytes for use in result.memory]
     limits = [_LIMIT.usable_bytes(cluster.device_kind(rank)) for rank in range(len(result.memory))]
@@ -74,7 +79,7 @@ def find_overflows(result: Simulation, cluster: Cluster, reserved: Sequence[int]
 
 
 def explain_overflows(overflows: Sequence[Overflow]) -> tuple[str, ...]:
-    """Return lines for people: the first ranks one by one, the number of others, and advice; empty if all fit."""
+    """Return sentences: one for each of the first ranks, the number of other ranks, and advice; () if all fit."""
     if not overflows:
         return ()
     more = len(overflows) - _MOST_TOLD

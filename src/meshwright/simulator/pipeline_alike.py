@@ -1,18 +1,18 @@
 """Find identical pipelines of a plan, so that only one of each class is simulated (`program.pipeline_folding`).
 
-Two pipelines p and q are identical if every fact that the simulator reads of a rank or a link is the same for both:
+Two pipelines p and q are identical if all facts that the simulator reads about their ranks and links are the same:
 
     devices      stage by stage, the same kind of device in the same kind of node
-    messages     pair by pair of stages: inside a node or not, and how far apart there (`collective_groups`)
-    links        the messages of p share links among each other where those of q do
+    messages     pair by pair of stages: inside a node or not, and how far apart in the node
+    links        if two messages of p share a link, the same messages of q share a link, too
     sums         the rings of the same gradient sums use a link of p and that link's counterpart in q
     work         the same number of microbatches
 
-and for all pipelines of a plan: no two of them send over one link, so that none delays another, and their ranks have
-the same order (a link that two request at the same picosecond goes to the lower rank). Pipelines then behave the same
-while everything is symmetric, and remain so by induction over the requests for links. One case breaks the symmetry, and
+In addition, no two pipelines of the plan may send over one link, so that none delays another, and the ranks of all
+pipelines must have the same order (if two ranks request a link at the same picosecond, the lower rank gets it). Then
+identical pipelines have the same times, by induction over the requests for links. One case breaks this symmetry and
 shows only in the run: a message and a gradient sum that request one link at the same picosecond, because the sum
-requests in the name of its lowest rank alone. `breaks_symmetry` finds that, and then nothing is folded.
+requests in the name of its lowest rank alone. `breaks_symmetry` finds this case; then the plan is not folded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FOLDED = tuple(
 
 
 def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
-    """Return the fold of a plan that matches graph and cluster; None if no two pipelines are identical."""
+    """Return the fold of a plan, which must match graph and cluster; None if no two pipelines are identical."""
     counts = {len(stage.ranks) for stage in plan.stages}
     if (
         plan.schedule not in _FOLDED
@@ -125,7 +125,7 @@ def _sums_on_links(plan: Plan, graph: Graph, cluster: Cluster, links: Ids) -> Id
 
 
 def breaks_symmetry(network: Network, end_ps: Times, num_links: int) -> bool:
-    """Return whether a message and a gradient sum requested one link at the same picosecond."""
+    """Return whether, in a run, a message and a gradient sum requested one link at the same picosecond."""
     shared = uses_shared_links(network)
     wanting = np.flatnonzero(shared)
     collective, arrival_ps = collectives(network)[wanting], find_arrivals(network, end_ps, shared)[wanting]

@@ -1,21 +1,21 @@
-"""Simulate a plan (`simulate_plan`): build the program, estimate its costs, run it, sum up; ops (`expand_ops`).
+"""Simulate a plan (`simulate_plan`): build its program, estimate its costs, run it, sum up; list ops (`expand_ops`).
 
-Identical pipelines are simulated once (`pipeline_alike`). The steady step is the first one if all later ones repeat it
-(below); else `STEADY_STEPS` are simulated.
+Identical pipelines are simulated once (`pipeline_alike`). The steady step is the first step if all later steps repeat
+it (see below); otherwise `STEADY_STEPS` steps are simulated.
 
-A steady step follows others without waiting: fast enough hosts have issued all of it before. So it is simulated without
-hosts first, and hosts are added if a step of that length waits for one (`host_issue`). The returned timeline starts
-cold: hosts and devices begin at the same moment.
+A steady step follows other steps without a pause: hosts that are fast enough have issued all of it before. So the step
+is simulated without hosts first, and with hosts if a step of that length has to wait for a host (`host_issue`). The
+returned timeline starts cold: hosts and devices begin at the same time.
 
-If all steps repeat the first one, each some time Δ later, one step is enough to know a steady step. Take a program
-without prologue and epilogue whose steps interact only through the order of streams and the queues for links. Let every
-stream whose first instruction waits for nothing end its step at Δ. Then step 2 is step 1 moved by Δ if
+If all steps repeat the first step, each Δ later, then simulating one step is enough. Take a program without prologue
+and epilogue whose steps interact only through the order of streams and the queues for links. Let every stream whose
+first instruction waits for nothing end its step at Δ. Then step 2 is step 1 moved by Δ if
 
     streams   each other stream ends its step no later than Δ after the waits of its first instruction are over
     links     each shared link is released no later than Δ after it was first requested
 
 because then the step before delays nothing, and every later step repeats it by induction. The spans of a steady step,
-cut to the window of `simulation`, are those of the first one cut to (T - Δ, T), where T is its end. If one of these
+cut to the window of `simulation`, are those of the first step cut to (T - Δ, T), where T is its end. If one of these
 conditions fails, later steps may still come to repeat each other, and have to be simulated.
 """
 
@@ -93,8 +93,8 @@ class _Parts(NamedTuple):
 # Instructions remain the unit of simulation: ops of a stage follow each other on one device, so their times follow from
 # the computation's span and its costs alone. The span of a forward contains the host's time, then the ops in order. The
 # span of a backward, or of one of its two parts, contains the host's time, then the ops from the last to the first; in
-# the last backward of a step, when all gradients of a bucket are ready, also the time to fill that bucket, whose end is
-# the bucket's mark. Ops that take no time are omitted.
+# the first backward of a step, when all gradients of a bucket are ready, also the time to fill that bucket, whose end
+# is the bucket's mark. Ops that take no time are omitted.
 #
 # Part k ends Σ seconds of the parts up to k after the start, rounded to whole picoseconds; the last one where the span
 # ends. If the span was lengthened by processor time of transfers, its parts grow in proportion. Where a host issues
@@ -109,7 +109,11 @@ def expand_ops(
     *,
     fold: Fold | None = None,
 ) -> OpSpans:
-    """Return the ops of all forwards and backwards of a run; arguments as in `estimate_program`."""
+    """Return the spans of the ops inside all forwards and backwards of a run.
+
+    ``program``, ``plan``, ``graph``, ``cost`` and ``fold`` are those that were passed to `estimate_program`, ``costs``
+    its result.
+    """
     graph = graph_of_program(graph, program)
     buckets = exchanged_buckets(plan, graph, fold)
     devices = fold.ranks if fold else tuple(range(program.num_ranks))
@@ -218,7 +222,7 @@ SETTLED_STEPS, LEAST_SETTLED_STEPS, MEAN_SHARE = 20, 4, 0.6
 
 
 def steady_steps(program: Program) -> tuple[int, int]:
-    """Return the number of steps to simulate for a steady one, and the number over which to take the mean."""
+    """Return how many steps to simulate to reach a steady step, and over how many of the last steps to average."""
     if not program.crosses_steps:
         return STEADY_STEPS, 1
     most = MAX_UNROLLED // max(program.body.num_instructions, 1)
@@ -236,15 +240,15 @@ def simulate_plan(
     contention: Contention = "queued",
     detail: Detail = "instructions",
 ) -> Simulation:
-    """Predict times, memory and utilisation of a plan or a placement. Its rank r is device r of the cluster.
+    """Predict times, memory and utilisation of a plan or a placement, whose rank r is device r of the cluster.
 
     If the plan splits ops over teams, rank r is team r, and the figures of a rank hold for each device of its team.
 
-    ``cost`` is the cost model (default: the cluster's datasheet figures). The timeline shows
-    ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, for which more
-    steps are simulated if necessary. ``contention`` says how transfers share contended links: ``queued`` (first come,
-    first served) or ``fair`` (max-min shares). ``detail="ops"`` also returns the ops inside the spans
-    (`Simulation.op_spans`), which changes no time. Raises PlanError if the plan does not match the graph or the
+    ``cost`` is the cost model (default: the cluster's datasheet figures). The timeline shows ``num_steps`` steps from a
+    cold start; step time and seconds per rank are those of a steady step, for which more steps are simulated if
+    necessary. ``contention`` is the model of contended links: ``queued`` (one transfer after the other, first come,
+    first served) or ``fair`` (all at once, with max-min fair rates). ``detail="ops"`` also returns the ops inside the
+    spans (`Simulation.op_spans`), which changes no time. Raises PlanError if the plan does not match the graph or the
     cluster, DeadlockError if its program can never finish, ProgramError for an unknown contention or detail.
     """
     check_contention(contention)
@@ -276,9 +280,7 @@ def simulate_plan(
 def check_detail(detail: str) -> None:
     """Raise ProgramError if the level of detail is unknown."""
     if detail not in DETAILS:
-        raise ProgramError(
-            f"Unknown level of detail {detail!r}{suggest(detail, DETAILS)}; expected {' or '.join(DETAILS)}."
-        )
+        raise ProgramError(f"Unknown detail {detail!r}{suggest(detail, DETAILS)}; expected {' or '.join(DETAILS)}.")
 
 
 class _NotAlikeError(Exception):
@@ -401,7 +403,10 @@ def _sum_up(
 
 
 def program_of(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Program:
-    """Return the program of a plan or a placement. Raises PlanError if it does not match the graph or the cluster."""
+    """Return the program of a plan or a placement.
+
+    Raises PlanError if the plan or placement does not match the graph or the cluster, and as `build_program` does.
+    """
     check_fit(plan, graph, cluster)
     return build_placed_program(plan, graph) if isinstance(plan, Placement) else build_program(plan, graph)
 
@@ -429,10 +434,11 @@ def _utilisation(
 
 
 def step_distance(program: Program, costs: ProgramCosts, run: SimulatedRun) -> int | None:
-    """Return Δ in ps, given the run of one step; None if it cannot be known from one step.
+    """Return Δ, the time in ps after which each step repeats the step before; None if one step does not show it.
 
-    That is so if instructions wait for those of an earlier step or need only some of their waits, and if host processor
-    time of transfers is charged, because it depends on everything that runs.
+    ``run`` is the run of one step. The result is None if the conditions of the module's docstring fail, if instructions
+    wait for those of an earlier step or need only some of their waits, and if processor time of transfers is charged,
+    because that time depends on everything that runs.
     """
     if program.crosses_steps or program.prologue.num_instructions or program.epilogue.num_instructions:
         return None

@@ -1,11 +1,10 @@
-"""Costs of a Program on some machines, independent of when things happen. The simulator's second input.
+"""Costs of a program on some machines (`ProgramCosts`), independent of when instructions run.
 
-Instructions point to **cost classes**, so that a new estimate changes a small table: a class has a duration, the
-bytes allocated at its start and the bytes freed at its end, by named part of memory (parameters, saved
-activations, ...). Transfers point to **routes**: the links that one transfer holds together. A route of -1 needs no
-link. The class of a send or all-reduce may also have the processor time that it takes from each participating rank
-(`simulate.py`). The class of a computation may have the time for which an asynchronous host issues it
-(`host_issue.py`).
+Every instruction has a **cost class**, so that a new estimate changes only a small table. A class has a duration, and
+the bytes that are allocated at the start and freed at the end, by part of memory (parameters, saved activations, ...).
+Transfers have **routes**: the links that one transfer holds at the same time; route -1 needs no link. The class of a
+send or all-reduce may also have the processor time that it takes from each participating rank (`simulate`). The class
+of a computation may have the time for which an asynchronous host issues it (`host_issue`).
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ from meshwright.spec import Program, ProgramError, Section
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SectionCosts:
-    """Per instruction of one section: cost class and route; per mark: ps from the start of its instruction.
+    """Costs of one section's instructions and marks.
 
-    ``mark_earliest_ps``: per mark, ps since a host began to issue that instruction; None without asynchronous hosts.
+    Per instruction: ``cost_class`` and ``route``, -1 for no links. Per mark: ``mark_offset_ps``, its time after the
+    start of its instruction; ``mark_earliest_ps``, its earliest time after a host began to issue the instruction, None
+    without asynchronous hosts.
     """
 
     cost_class: NDArray[np.int32]
@@ -35,10 +36,10 @@ class SectionCosts:
 
 
 class IssueCosts(NamedTuple):
-    """Times of an asynchronous host per cost class, (C,) each; all 0 for classes that it does not issue.
+    """Times of an asynchronous host per cost class, shape (C,) each; all 0 for classes that the host does not issue.
 
-    ``host_ps``: how long it issues; ``earliest_ps``: the least time from the start of the issue to the end on the
-    device; ``is_awaited``: whether it begins only when the device could (`host_issue.py`).
+    ``host_ps``: how long the host issues; ``earliest_ps``: the least time from the start of the issue to the end on the
+    device; ``is_awaited``: whether the host waits until the device could begin (`host_issue`).
     """
 
     host_ps: NDArray[np.int64]
@@ -48,13 +49,14 @@ class IssueCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProgramCosts:
-    """Costs of a program with C classes, P parts of memory, N routes over ``num_links`` links and R ranks.
+    """Costs of a program with C cost classes, P parts of memory, N routes over ``num_links`` links and R ranks.
 
-    ``duration_ps`` and ``host_ps`` (C,); ``allocate_bytes`` and ``free_bytes`` (C, P), allocated at the start and freed
-    at the end; ``route_offsets`` (N + 1,) and ``route_links`` in CSR form; ``resident_bytes`` (R, P), in use all
-    the time; ``link_names`` (num_links,), or empty; ``exchanged_ps`` (C,), the part of a computation's duration in
-    which its rank waits for collectives inside it, or None without collectives; ``copied_ps`` likewise for copies of
-    activations; ``issue``: None if no host issues asynchronously.
+    ``duration_ps`` (C,): time of an instruction; ``host_ps`` (C,): processor time that a transfer takes from each of
+    its ranks. ``allocate_bytes`` and ``free_bytes`` (C, P): allocated at the start and freed at the end.
+    ``resident_bytes`` (R, P): in use all the time. ``route_offsets`` (N + 1,) and ``route_links``: the links of each
+    route, in CSR form. ``link_names`` (num_links,), or empty. ``exchanged_ps`` (C,): the part of a computation's
+    duration in which its rank waits for collectives inside it; None without collectives. ``copied_ps``: the same for
+    copies of activations. ``issue``: None if no host issues asynchronously.
     """
 
     duration_ps: NDArray[np.int64]
@@ -75,14 +77,15 @@ class ProgramCosts:
     epilogue: SectionCosts
 
     def with_hosts_ahead(self) -> ProgramCosts:
-        """Return the costs in which everything is issued before the devices reach it."""
+        """Return the costs without asynchronous hosts: every instruction is issued before its device is ready."""
         return self if self.issue is None else replace(self, issue=None)
 
 
 def bare_costs(program: Program, duration_ps: ArrayLike, routes: Sequence[Sequence[int]] = ()) -> ProgramCosts:
-    """Return costs without memory for an empty program that a controller extends: classes by duration, routes by links.
+    """Return costs without memory for an empty program that a controller extends.
 
-    Raises ProgramError if the program has instructions, because these need estimates.
+    Class i takes ``duration_ps[i]``; route r holds the links ``routes[r]``. Raises ProgramError if the program has
+    instructions, because these need estimates.
     """
     for name, section in program.sections():
         _require(section.num_instructions == 0, f"the {name} has {section.num_instructions} instructions, not 0")
@@ -108,7 +111,7 @@ def bare_costs(program: Program, duration_ps: ArrayLike, routes: Sequence[Sequen
 
 
 def check_costs(program: Program, costs: ProgramCosts) -> None:
-    """Raise ProgramError unless costs and program agree in shapes and ranges, and transfers take at least 1 ps."""
+    """Raise ProgramError unless the costs fit the program in shapes and ranges, and transfers take at least 1 ps."""
     num_classes, num_parts = len(costs.duration_ps), len(costs.memory_parts)
     for name in ("duration_ps", "host_ps"):
         _require(not num_classes or int(getattr(costs, name).min()) >= 0, f"{name} has a negative entry")
@@ -126,7 +129,7 @@ def check_costs(program: Program, costs: ProgramCosts) -> None:
         not len(links) or (links.min() >= 0 and links.max() < costs.num_links),
         f"a route uses a link outside 0..{costs.num_links - 1}",
     )
-    _require(len(costs.link_names) in (0, costs.num_links), f"{len(costs.link_names)} names of links are given")
+    _require(len(costs.link_names) in (0, costs.num_links), f"link_names has {len(costs.link_names)} names")
     for name, section in program.sections():
         _check_section(name, section, getattr(costs, name), costs)
 
@@ -136,19 +139,25 @@ def _check_issue(issue: IssueCosts, num_classes: int) -> None:
         column = getattr(issue, name)
         _require(column.shape == (num_classes,), f"issue.{name} has shape {column.shape}, not {(num_classes,)}")
     _require(bool((issue.host_ps >= 0).all()), "issue.host_ps has a negative entry")
-    _require(bool((issue.earliest_ps >= issue.host_ps).all()), "something ends before it is issued")
+    _require(bool((issue.earliest_ps >= issue.host_ps).all()), "issue.earliest_ps is below issue.host_ps")
 
 
 def _check_section(name: str, section: Section, section_costs: SectionCosts, costs: ProgramCosts) -> None:
     count, num_marks = section.num_instructions, len(section.mark_instruction)
     _require(
         len(section_costs.cost_class) == count and len(section_costs.route) == count,
-        f"the {name} has {count} instructions",
+        f"the {name} has {count} instructions, but its cost_class or route has another length",
     )
-    _require(len(section_costs.mark_offset_ps) == num_marks, f"the {name} has {num_marks} marks")
+    _require(
+        len(section_costs.mark_offset_ps) == num_marks,
+        f"the {name} has {num_marks} marks, but its mark_offset_ps has another length",
+    )
     if costs.issue is not None:
         given = section_costs.mark_earliest_ps
-        _require(given is not None and given.shape == (num_marks,), f"the {name} has {num_marks} marks to issue")
+        _require(
+            given is not None and given.shape == (num_marks,),
+            f"the {name} has {num_marks} marks, but its mark_earliest_ps is missing or has another length",
+        )
     if not count:
         return
     lowest, classes, routes, shortest = _look_through(section_costs.cost_class, section_costs.route, costs.duration_ps)

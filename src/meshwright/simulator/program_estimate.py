@@ -1,11 +1,12 @@
-"""Costs of a plan's program from a cost model (`estimate_program`): class, route and mark offset of each instruction.
+"""Estimate the costs of a plan's program with a cost model (`estimate_program`).
 
-Instructions of equal cost are estimated once: computations by (stage, device kind and speed of the host, first or last
-backward of its rank, opcode), messages and collectives by (group, opcode, bytes), marks by the computation and the
-bucket. Only these distinct ones are handled one by one. `PlacedRanks` counts what stages of a placement share.
+Every instruction gets a cost class and a route, every mark an offset. Instructions of equal cost are estimated once:
+computations by (stage, device kind and speed of the host, first or last backward of its rank, opcode), messages and
+collectives by (group, opcode, bytes), marks by computation and bucket. `PlacedRanks` counts memory and optimizer steps
+that the stages of a placement share.
 
-Asynchronous hosts (`host_issue`) wait for the device at one place: before the first update of a step whose loss is
-scaled, because the host reads there whether all gradients are finite (`runtime.optimizer_steps`).
+Asynchronous hosts (`host_issue`) wait for the device only before the first update of a step whose loss is scaled,
+because the host reads there whether all gradients are finite (`runtime.optimizer_steps`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ from meshwright.spec.memory import BUCKETS, BUFFERS, INPUTS, MEMORY_PARTS, OPTIM
 # - A bucket of gradients that several stages of a rank fill exists once.
 # - The optimizer steps once over all parameters of a rank.
 class PlacedRanks:
-    """Shared memory and optimizer steps of the ranks of one placement; ``stages`` are its slices."""
+    """Memory and optimizer steps that stages of one rank share, for all ranks of a placement.
+
+    ``stages`` are the slices of the placement.
+    """
 
     def __init__(self, placement: Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> None:
         self._placement, self._graph, self._stages = placement, graph, stages
@@ -98,7 +102,7 @@ class PlacedRanks:
                 self._hold(stage)
 
     def shared_bytes(self, rank: int) -> Bytes:
-        """Return the bytes that a sum over the stages of a rank counts more than once."""
+        """Return the bytes, by part, that a sum over the stages of a rank counts more than once."""
         seen: set[int] = set()
         total = by_part({})
         for index in self._placement.stages_of(rank):
@@ -116,12 +120,19 @@ class PlacedRanks:
         return total
 
     def keep_handed_on(self, stage: int, forward: tuple[Bytes, Bytes]) -> tuple[Bytes, Bytes]:
-        """Return the bytes that a forward allocates and frees, adjusted for values that later stages read."""
+        """Return the bytes (allocated, freed) of a stage's forward, adjusted for values that later stages read.
+
+        A value that a later stage of the rank reads is freed by that stage.
+        """
         takes, frees = forward
         return takes, frees - self._kept[stage] + self._released[stage]
 
     def optimizer_step(self, stage: int, cost: CostModel) -> tuple[float, float, tuple[int, ...]]:
-        """Return the seconds of the rank's step, of an asynchronous host, and the stages whose gradients it uses."""
+        """Return the optimizer step of the rank that holds ``stage``.
+
+        The result is (seconds on the device, seconds in which an asynchronous host issues the step, the rank's trained
+        stages).
+        """
         rank = self._placement.stages[stage].rank
         stages = trained_stages(self._placement, self._graph, rank)
         parameters = sorted({tensor for index in stages for tensor in self._stages[index].parameters})
@@ -170,12 +181,12 @@ SHORTEST_S = 1e-12
 def estimate_program(
     program: Program, plan: Plan | Placement, graph: Graph, cost: CostModel, *, fold: Fold | None = None
 ) -> ProgramCosts:
-    """Estimate every instruction of a plan's program on the cost model's cluster; rank r is device r of the cluster.
+    """Return the costs of a plan's program on the cost model's cluster; rank r is device r of the cluster.
 
     With a ``fold``, program and plan are those of ``fold.plan``, and rank r is on the device ``fold.ranks[r]``; a
     gradient sum is estimated for all members of the whole plan, on all their links.
 
-    Raises PlanError if the plan splits ops or recomputes (`form_teams` gives a plan that can be estimated).
+    Raises PlanError if the plan splits ops or recomputes: pass the plan and graph that `form_teams` returns instead.
     """
     if isinstance(plan, Plan) and (plan.recompute or not plan.sharding.is_whole):
         raise PlanError(
@@ -209,7 +220,7 @@ def estimate_program(
 
 
 def exchanged_buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[Bucket, ...]:
-    """Return the buckets of gradients that a plan sums: none if replicas average parameters."""
+    """Return the gradient buckets that a plan sums; () if replicas average parameters instead (``every_steps`` > 1)."""
     if isinstance(plan, Plan) and plan.exchange.every_steps > 1:
         return ()
     return folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
@@ -499,9 +510,10 @@ def _per_distinct(
 
 
 def place_of_backward(section: Section) -> NDArray[np.int64]:
-    """Mark the FIRST and LAST backward before each update of each stage; 0 for every other instruction.
+    """Return, by instruction, whether it is the `FIRST` or `LAST` backward of its stage before an update (`alike`).
 
-    Of a backward in two parts the one for weights counts. A stage may be updated once or several times per step.
+    Other instructions get 0. A backward in two parts is marked at its part for weights. A stage may be updated once or
+    several times per step.
     """
     num_stages = int(section.stage.max(initial=0)) + 1
     return mark_backwards(section.stream_offsets, section.opcode, section.stage, num_stages)
@@ -511,8 +523,8 @@ def _check_groups(program: Program, section: Section, transfers: NDArray[np.int6
     """Raise ProgramError unless every transfer names the ranks that take part."""
     for i in transfers[section.group[transfers] < 0][:1].tolist():
         raise ProgramError(
-            f"{section.instruction(i)} names no group of ranks, so it has no cost; expected (source, target) for "
-            "a transfer and all members for a collective. Give the group when the instruction is appended."
+            f"{section.instruction(i)} has no group of ranks, so it has no cost; expected `group` = (source, target) "
+            "for a transfer and all members for a collective. Give `group` when the instruction is appended."
         )
     pairs = np.zeros(len(program.groups), np.bool_)
     others = (*COLLECTIVES, *OFFLOADING, Opcode.SUM, Opcode.LOAD)
@@ -520,6 +532,6 @@ def _check_groups(program: Program, section: Section, transfers: NDArray[np.int6
     for group in np.flatnonzero(pairs).tolist():
         if len(program.groups[group]) != 2:
             raise ProgramError(
-                f"A message names the ranks {program.groups[group]}; expected the pair (source, target). "
-                "Give that pair when the instruction is appended."
+                f"A send or receive has the group {program.groups[group]}; expected the pair (source, target). Give "
+                "that pair as `group` when the instruction is appended."
             )

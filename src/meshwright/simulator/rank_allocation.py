@@ -1,8 +1,8 @@
-"""What a rank's allocator does with the tensors of its stage: bytes in whole blocks, and reserved from the driver.
+"""Predict what a rank's allocator holds: the bytes in whole blocks, and the bytes reserved from the driver.
 
 Every tensor of every op is allocated and freed in the order of the rank's program (`cost.memory.trace_stage`), and a
-GPU's caching allocator is followed (`cost.memory.follow_allocator`). The peak before rounding is that of the
-simulation, except for messages that arrive early or leave late.
+GPU's caching allocator is simulated (`cost.memory.follow_allocator`). The peak before rounding to blocks equals that of
+`simulate_plan`, except for messages that arrive early or leave late.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ MAX_VISITS = 50_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAllocation:
-    """Memory of one rank: its peak by part and moment, bytes in whole allocator blocks, and bytes reserved.
+    """Memory of one rank, followed op by op.
 
-    ``reserved_bytes`` is None where the device's allocator does not cache freed memory.
+    ``peak`` has the bytes by part and the moment of the peak. ``allocated_bytes`` are counted in whole allocator
+    blocks; ``reserved_bytes`` are reserved from the driver, None on CPUs, whose allocator does not cache freed memory.
     """
 
     rank: int
@@ -54,7 +55,7 @@ class RankAllocation:
     reserved_bytes: int | None
 
     def row(self) -> dict[str, Any]:
-        """Return ``rank``, ``allocated_bytes``, ``reserved_bytes``, and ``owner`` and ``moment`` of the peak."""
+        """Return by name ``rank``, ``allocated_bytes``, ``reserved_bytes``, and the peak's ``owner`` and ``moment``."""
         return {
             "rank": self.rank,
             "allocated_bytes": self.allocated_bytes,
@@ -70,7 +71,7 @@ class RankAllocation:
 
 
 def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation | None:
-    """Follow the memory of a rank of a plan for training over two steps. Raises as `simulate_plan` does.
+    """Follow the memory of one rank of a training plan op by op, over two steps. Raises as `simulate_plan` does.
 
     Returns None for a rank of several stages, for backwards in two parts, for states that are sharded over replicas or
     offloaded, for a graph without a loss or with its own backward ops, and if a step has more than `MAX_VISITS` ops.
@@ -107,15 +108,15 @@ def predict_reserved(
     *,
     only_fitting: bool = False,
 ) -> tuple[int, ...]:
-    """Return the bytes that each rank's allocator reserves for a peak, one per rank.
+    """Return the bytes that each rank's allocator reserves, given the ``peaks`` and memory ``limits`` of all ranks.
 
-        reserved = peak + what the allocator holds beyond the peak of the rank's stages, followed op by op
+        reserved = peak + bytes that the allocator holds beyond the peak, in a run of the rank's stages op by op
 
-    The stages are followed as if their parameters and states were on the device, with at most `_FOLLOWED` microbatches
-    in flight, because unused memory lies between the temporary values of an op and the gradients. The peak itself is
-    returned for ranks on CPUs, for graphs that cannot be followed, for ranks that use less than half of their limit
-    (except the fullest rank), and with ``only_fitting`` for ranks whose peak alone is a tenth above their limit.
-    A ``cost`` model caches the results.
+    The stages are followed as if their parameters and states were on the device, with at most 2 microbatches in flight,
+    because the unused memory lies between the temporary values of an op and the gradients. The peak itself is returned
+    for ranks on CPUs, for graphs that cannot be followed, for ranks that use less than half of their limit (except the
+    fullest rank), and with ``only_fitting`` for ranks whose peak is more than 10 % above their limit. A ``cost`` model
+    caches the results.
     """
     reserved = list(peaks)
     if not _can_follow(graph):
@@ -186,7 +187,10 @@ def trace_rank(
     device: Backend,
     shards: StateShards = ALONE,
 ) -> MemoryEvents:
-    """Return the events of a rank's stage over two steps, in the given order (`cost.memory.trace_stage`)."""
+    """Return the allocations and frees of a rank's stage over two steps (`cost.memory.trace_stage`).
+
+    ``order`` has (is a backward, microbatch) of each computation of one step.
+    """
     held = [bucket for bucket in buckets if stage.index in bucket.stages]
     bucketed = frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters)
     return trace_stage(
@@ -206,7 +210,10 @@ def trace_rank(
 
 
 def repeat_free(order: list[tuple[bool, int]]) -> list[tuple[bool, int]]:
-    """Return the order of the first microbatches: the largest number in flight at once, and one more."""
+    """Shorten an order to its first microbatches: the largest number that is in flight at once, and one more.
+
+    Later microbatches only repeat the memory of these.
+    """
     in_flight = most = 0
     for is_backward, _ in order:
         in_flight += -1 if is_backward else 1

@@ -1,7 +1,7 @@
-"""The links that a transfer holds, and the table of routes of a cluster.
+"""The links that a transfer holds (`hop_links`), and the table of routes of a cluster (`Routes`).
 
-- Two ranks of one node: a link of their own per direction, as behind a full switch (NVLink) or in the memory of one
-  host.
+- Two ranks of one node: a separate link for each pair and direction, as with a full switch (NVLink) or in the memory of
+  one host.
 - Ranks of different nodes: the NIC of the sender outwards and the NIC of the receiver inwards. A node of d devices
   with k NICs gives device i the NIC floor(i k / d), so that devices share NICs when there are fewer of them.
 - Ranks of different racks: also an uplink of each rack; the NICs of a rack are divided evenly among its uplinks
@@ -25,11 +25,12 @@ Ids = NDArray[np.int64]
 
 
 def hop_links(cluster: Cluster, sources: Ids, targets: Ids) -> Ids:
-    """Return the numbers of the links that messages hold, shape (2 or 4, *ranks' shape*); -1 for no link.
+    """Return the numbers of the links that messages from ``sources`` to ``targets`` hold; -1 for no link.
 
-    Ranks a and b of one node of n ranks in the cluster: a n + b. NIC k of node i of N: n² + 2 (i K + k) outwards, and
-    the next number inwards, where K is the most NICs in use on a node. Uplink k of rack i, of U each: n² + 2 N K +
-    2 (i U + k) and the next.
+    The shape is (2, *shape of sources), or (4, ...) in a cluster with racks. In a cluster of n ranks and N nodes, the
+    link from rank a to rank b of one node is a n + b. NIC k of node i is n² + 2 (i K + k) outwards, and the next number
+    inwards, where K is the largest number of NICs in use on a node. Uplink k of rack i, with U uplinks per rack, is
+    n² + 2 N K + 2 (i U + k) outwards, and the next number inwards.
     """
     columns, num_ranks = cluster.columns(), cluster.num_ranks
     nics = num_ranks**2 + 2 * (columns.node * _most_nics(cluster) + columns.nic)
@@ -68,7 +69,7 @@ def _most_nics(cluster: Cluster) -> int:
 
 
 class Routes:
-    """Numbers links and routes on request; request all of them first, then read the `table`."""
+    """Numbers the links and routes of a cluster in the order of first use; `table` lists all routes used so far."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -77,11 +78,11 @@ class Routes:
         self._rings: dict[tuple[int, ...], int] = {}
 
     def send(self, source: int, target: int) -> int:
-        """Return the route of a message between two ranks; -1 from a rank to itself."""
+        """Return the number of the route of a message between two ranks; -1 from a rank to itself."""
         return self._number(hop_links(self._cluster, np.array([source]), np.array([target])))
 
     def ring(self, ranks: Sequence[int]) -> int:
-        """Return the route of a collective over ``ranks``."""
+        """Return the number of the route of a collective in a ring over ``ranks``; -1 for one rank."""
         key = tuple(ranks)
         if key not in self._rings:
             members = np.sort(np.array(key, np.int64))
@@ -89,7 +90,7 @@ class Routes:
         return self._rings[key]
 
     def tree(self, ranks: Sequence[int]) -> int:
-        """Return the route of a collective up and down a tree over ``ranks``."""
+        """Return the number of the route of a collective up and down a tree over ``ranks``."""
         members = np.sort(np.array(ranks, np.int64))
         parents = np.array(best_tree(link_matrix(self._cluster, members.tolist())))
         above = members[parents[1:]]
@@ -97,13 +98,13 @@ class Routes:
         return self._number(np.concatenate(hops, axis=1))
 
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
-        """Return offsets and links of all routes in CSR form, and the number of links."""
+        """Return the offsets and the links of all routes in CSR form, and the number of links."""
         offsets = np.cumsum([0, *(len(links) for links in self._routes)], dtype=np.int64)
         links = np.array([link for links in self._routes for link in links], np.int32)
         return offsets, links, len(self._links)
 
     def names(self) -> tuple[str, ...]:
-        """Return a readable name for each link, in order of their numbers."""
+        """Return a name for each link, in the order of link numbers: ``link 0→1``, ``NIC 0 of node1, out``."""
         num_ranks, most = self._cluster.num_ranks, _most_nics(self._cluster)
         return tuple(self._name(link, num_ranks, most) for link in self._links)
 

@@ -1,15 +1,15 @@
 """Waits of a stage's ops for copies of activations to and from the host, and when the copies may begin.
 
-Units u of a stage (`cost.memory.away`) are copied down (to the host) in d_u and up (to the device) in p_u, one after
-the other in each direction.
+The activations of each unit u of a stage (some layers, `cost.memory.away`) are copied down to the host in d_u seconds
+and up to the device in p_u seconds, one unit after the other in each direction.
 
-    forward     the copy of u begins when u ends, and that of the unit before has ended; u + 2 begins, and the stage's
-                forward ends, when it has ended
-    backward    the first copy up begins with the stage's backward; the copy for u begins with the unit of the copy
-                before it, and not before that copy has ended; u begins when its copy has ended
+    forward     the copy of u begins when u has ended and the copy of the unit before has ended; unit u + 2 and the end
+                of the stage's forward wait for the copy
+    backward    the first copy up begins with the stage's backward; the copy for u begins together with the unit of the
+                copy before, but not before that copy has ended; u begins when its copy has ended
 
-The timeline shows the copies themselves (`program.host_offload`); this module computes the part that is not hidden
-behind units.
+The timeline shows the copies themselves (`program.host_offload`); this module computes the part of their time that is
+not hidden behind computation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ Floats = NDArray[np.float64]
 
 
 class SavedCopies(NamedTuple):
-    """The units of a stage, the indices of their ``first`` and ``last`` ops in it, and the seconds of their copies."""
+    """The units of a stage whose activations are copied to the host.
+
+    By unit: the indices of its ``first`` and ``last`` op within the stage, and the seconds of its copies down and up.
+    """
 
     away: Away
     first: tuple[int, ...]
@@ -70,7 +73,10 @@ def find_copies(
 
 
 def saved_waits(copies: SavedCopies | None, forward_s: Floats, backward_s: Floats) -> tuple[Floats, Floats]:
-    """Return the seconds of waiting added to a stage's ops in a forward and a backward, each of shape (ops,)."""
+    """Return the seconds for which each op of a stage waits for copies, in a forward and in a backward.
+
+    ``forward_s`` and ``backward_s`` are the ops' own seconds; all arrays have shape (ops,).
+    """
     forward, backward = np.zeros(len(forward_s)), np.zeros(len(backward_s))
     if copies is None or not copies.away.values:
         return forward, backward
@@ -96,7 +102,7 @@ def saved_waits(copies: SavedCopies | None, forward_s: Floats, backward_s: Float
 
 
 class EstimatedCopies:
-    """The copies of all stages, on all ``kinds`` of devices in use; ``ranks`` lists the ranks of each stage."""
+    """The activation copies of all stages on all ``kinds`` of devices; ``ranks`` lists the ranks of each stage."""
 
     def __init__(
         self,
@@ -114,7 +120,11 @@ class EstimatedCopies:
         self._shape = 2, len(stages), len(kinds), len(graph.layers)
 
     def moved_bytes(self, section: Section, kind: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the column of bytes moved; for activations, those that the kernels of each kind of device keep."""
+        """Return ``section.num_bytes``, with the bytes of activation copies replaced.
+
+        For these, the bytes that the kernels of each rank's kind of device save are used; ``kind`` is the index of that
+        kind, by instruction.
+        """
         rows = np.flatnonzero(np.isin(section.opcode, SAVED_COPIES))
         if not len(rows):
             return section.num_bytes
@@ -129,9 +139,10 @@ class EstimatedCopies:
         return moved
 
     def find_part(self, parts: SpanParts, stage: int, kind: int, opcode: int, mark: int) -> int:
-        """Return the index of the part of a pass at whose end the copy of a mark's layer may begin.
+        """Return the index of the part of a forward or backward after which the copy of a layer may begin.
 
-        The first part of a pass is the host's; the copy for the first unit of a backward may begin after it.
+        ``mark`` is -1 - the number of that layer. The first part is the host's own work; the copy for the first unit of
+        a backward may begin after it.
         """
         copies = self._copies[stage][kind]
         assert copies is not None, "marks of layers are those of copies"

@@ -34,7 +34,7 @@ from meshwright.compiled import compiled
 # return the new size. They exist because the compiled engine cannot use ``heapq`` without boxing its entries.
 @compiled
 def push(times: NDArray[np.int64], streams: NDArray[np.int64], size: int, time: int, stream: int) -> int:
-    """Add an entry to the heap; return the new size."""
+    """Add the entry (time, stream) to the heap of ``size`` entries; return the new size."""
     child = size
     while child > 0:
         parent = (child - 1) >> 1
@@ -90,7 +90,7 @@ GRANTED = -1
 def join(
     collective: int, stream: int, time: int, arrived: Column, arrival: Times, members: Ids, next_waiter: Ids
 ) -> int:
-    """Add a member that has arrived at a collective and waits for the others; return the latest arrival."""
+    """Record that a member (its stream) arrived at a collective at ``time``; return the latest arrival so far."""
     arrived[collective] += 1
     arrival[collective] = max(arrival[collective], time)
     next_waiter[stream] = members[collective]
@@ -110,7 +110,10 @@ def resume(
     stack: Ids,
     top: int,
 ) -> int:
-    """Resume ``stream``, or all members of a collective, with the end of the instruction known."""
+    """Resume ``stream``, or all members of ``collective`` (-1: none), whose instruction ends at ``end``.
+
+    Returns the new top of the stack.
+    """
     member = stream if collective < 0 else members[collective]
     while member >= 0:
         cursor[member] = GRANTED
@@ -123,7 +126,10 @@ def resume(
 
 @compiled
 def finish(end: Times, i: int, time: int, next_waiter: Ids, stack: Ids, top: int) -> int:
-    """Record the end of ``i`` and wake the streams that wait for it."""
+    """Record that instruction ``i`` ends at ``time`` and wake the streams that wait for it.
+
+    Returns the new top of the stack.
+    """
     waiter = end[i]
     end[i] = time
     while waiter < -1:
@@ -166,9 +172,9 @@ NUM_CHANGED, FILLING = 0, 1
 class Flows(NamedTuple):
     """The transfers on each link, and their rates.
 
-    ``changed`` lists the links whose transfers changed since the last filling; ``reached`` and ``connected`` are
-    scratch: the links and transfers of a filling. ``counts`` holds the number of changed links and that of the next
-    filling.
+    ``changed`` lists the links whose transfers changed since the rates were last computed (a *filling*). ``reached``
+    and ``connected`` are scratch: the links and transfers of a filling. ``counts`` has the number of changed links and
+    the number of the next filling.
     """
 
     transfers: Records
@@ -181,7 +187,7 @@ class Flows(NamedTuple):
 
 
 def make_flows(capacities: Ids, num_links: int) -> Flows:
-    """Return flows with room for ``capacities[s]`` links of a transfer of each stream; nothing is running."""
+    """Return flows without running transfers; a transfer of stream s can have up to ``capacities[s]`` links."""
     num_streams = len(capacities)
     transfers, links = np.zeros(num_streams, TRANSFER), np.zeros(num_links, LINK)
     crossings = np.zeros(int(capacities.sum()), CROSSING)
@@ -262,9 +268,9 @@ def fill(
     connected: Ids,
     counts: Ids,
 ) -> int:
-    """Fill the changed links and everything connected with them.
+    """Compute new rates of all transfers that are connected with the changed links.
 
-    Returns the number n of connected transfers: ``connected[:n]``, with their rates in ``rate``.
+    Returns the number n of these transfers; they are ``connected[:n]`` (streams), with their new rates in ``rate``.
     """
     num_links, num_transfers = _collect(transfers, links, crossings, changed, reached, connected, counts)
     remaining = num_transfers

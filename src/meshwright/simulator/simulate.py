@@ -1,8 +1,8 @@
 """Simulate a program with its costs (`simulate_program`): its Timeline, memory over time, processor time of transfers.
 
-A send's span is the time for which it holds its links, or shares them under ``fair`` contention. A receive's span is
-the arrival of its bytes: from the start of its send (or the end of the receive before it in its stream, if later) to
-its own end.
+The span of a send is the time for which it holds its links, or shares them under ``fair`` contention. The span of a
+receive is the time in which its bytes arrive: from the start of its send (or the end of the previous receive in its
+stream, if later) to the receive's own end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryUse:
-    """From ``time_ps`` on, ``rank`` uses ``in_use_bytes``; ordered by rank and time. ``peak_parts_bytes`` (R, P)."""
+    """Memory in use over time: from ``time_ps`` on, ``rank`` uses ``in_use_bytes``; rows are ordered by rank and time.
+
+    ``peak_parts_bytes``, of shape (ranks, parts), are the bytes of each part at the rank's peak.
+    """
 
     rank: NDArray[np.int32]
     time_ps: Times
@@ -51,9 +54,9 @@ def follow_memory(
     free_bytes: NDArray[np.int64],
     resident_bytes: NDArray[np.int64],
 ) -> MemoryUse:
-    """Follow the bytes in use of all ranks, and the parts of memory at their peaks.
+    """Return the bytes in use of all ranks over time, and the parts of memory at their peaks.
 
-    Arguments as in `ProgramCosts`, times per instruction.
+    ``cost_class``, ``start_ps`` and ``end_ps`` are given per instruction, bytes as in `ProgramCosts`.
     """
     changes = np.concatenate([allocate_bytes, -free_bytes]).astype(np.int64)
     acts = (changes != 0).any(axis=1).reshape(2, -1).any(axis=0)
@@ -168,7 +171,10 @@ HOST_ROUNDS = 8
 # Overlaps depend on the times and the times on overlaps, so the simulation is repeated with the result of the round
 # before, until nothing changes or `HOST_ROUNDS` are over.
 def charge_host_time(program: Program, unrolled: Unrolled, host_ps: Times, start_ps: Times, end_ps: Times) -> Network:
-    """Return the network with computations lengthened by the transfers that overlap them at the given times."""
+    """Return the network with computations lengthened by the processor time of transfers that overlap with them.
+
+    ``host_ps``: processor time by cost class; ``start_ps`` and ``end_ps``: times of a run, which give the overlaps.
+    """
     network = unrolled.network
     ranks = rank_of_streams(program)[unrolled.stream]
     senders = np.flatnonzero(host_ps[unrolled.cost_class] > 0)
@@ -223,12 +229,12 @@ MAX_UNROLLED = 5_000_000
 def simulate_program(
     program: Program, costs: ProgramCosts, num_steps: int = 1, *, contention: Contention = "queued"
 ) -> Timeline:
-    """Simulate prologue, ``num_steps`` repetitions of the body, and epilogue.
+    """Simulate prologue, ``num_steps`` repetitions of the body, and epilogue; return the timeline.
 
-    ``contention`` says how transfers share contended links: ``queued`` (`engine`) or ``fair`` (module `fair`).
+    ``contention`` is the model of contended links: ``queued`` (`engine`) or ``fair`` (module `fair`).
 
-    Raises DeadlockError, naming the instructions, if the program can never finish; ProgramError if the costs do
-    not fit it or a transfer or collective lacks a counterpart.
+    Raises DeadlockError, which names the instructions, if the program can never finish; ProgramError if the costs do
+    not fit the program, if a transfer or collective lacks a counterpart, or if there are too few or too many steps.
     """
     return simulate_with_memory(program, costs, num_steps, contention)[0]
 
@@ -236,13 +242,16 @@ def simulate_program(
 def simulate_with_memory(
     program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued"
 ) -> tuple[Timeline, MemoryUse]:
-    """Simulate as `simulate_program`; also return the parts of memory at each rank's peak."""
+    """Simulate as `simulate_program` does; also return each rank's memory over time."""
     return record_run(program, costs, run_program(program, costs, num_steps, contention))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedRun:
-    """The network as it ran (`run_unrolled`), and start and end of each instruction of ``unrolled`` in ps."""
+    """A finished run: start and end (ps) of each instruction of ``unrolled``.
+
+    ``network`` has the durations of the run, which include processor time of transfers and waits for hosts.
+    """
 
     unrolled: Unrolled
     network: Network
@@ -253,13 +262,13 @@ class SimulatedRun:
 def run_program(
     program: Program, costs: ProgramCosts, num_steps: int, contention: Contention = "queued"
 ) -> SimulatedRun:
-    """Find the times of each instruction of ``num_steps`` steps. Raises as `simulate_program`."""
+    """Compute start and end of each instruction of ``num_steps`` steps. Raises as `simulate_program`."""
     if num_steps < 1:
-        raise ProgramError(f"{num_steps} steps were asked for; simulate at least 1.")
+        raise ProgramError(f"{num_steps} steps were requested; expected 1 or more.")
     if num_steps > 2 and num_steps * program.body.num_instructions > MAX_UNROLLED:
         raise ProgramError(
-            f"{num_steps} steps of {program.body.num_instructions} instructions were asked for; simulate at most "
-            f"{MAX_UNROLLED // program.body.num_instructions} (steady steps are alike)."
+            f"{num_steps} steps of {program.body.num_instructions} instructions were requested; simulate at most "
+            f"{MAX_UNROLLED // program.body.num_instructions} steps (steady steps are alike)."
         )
     check_contention(contention)
     check_costs(program, costs)
@@ -269,7 +278,7 @@ def run_program(
 
 
 def record_run(program: Program, costs: ProgramCosts, run: SimulatedRun) -> tuple[Timeline, MemoryUse]:
-    """Return the timeline of a run, and the parts of memory at each rank's peak."""
+    """Return the timeline of a run, and each rank's memory over time."""
     unrolled = run.unrolled
     memory = follow_memory(
         rank_of_streams(program),
@@ -319,9 +328,10 @@ def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArr
 def run_unrolled(
     program: Program, unrolled: Unrolled, host_ps: Ids, contention: Contention = "queued"
 ) -> tuple[Network, Ids, Ids]:
-    """Run until durations no longer change. Return the network as it ran, and start and end of each span in ps.
+    """Run an unrolled program; return the network with the durations of the run, and start and end of each span in ps.
 
-    Host processor time of transfers, and waiting for it, lengthen the instructions' durations.
+    If transfers take processor time (``host_ps``, by cost class), they lengthen computations. Then the run is repeated
+    until durations no longer change, at most `HOST_ROUNDS` times.
     """
     network = unrolled.network
     ran, start_ps, end_ps = _run(program, unrolled, network, contention)
@@ -346,8 +356,8 @@ def _run(program: Program, unrolled: Unrolled, network: Network, contention: Con
             raise
     if is_too_long:
         raise ProgramError(
-            "The program takes longer than 2^63 ps, 106 days, which the clock cannot count. Simulate fewer steps, or "
-            "give shorter durations."
+            "The program takes longer than 2^63 ps, about 106 days, which the clock cannot count. Simulate fewer "
+            "steps, or give shorter durations."
         )
     start_ps = outcome.start_ps()
     begin_receives(unrolled, start_ps, outcome.end_ps)
@@ -355,7 +365,7 @@ def _run(program: Program, unrolled: Unrolled, network: Network, contention: Con
 
 
 def begin_receives(unrolled: Unrolled, start_ps: Ids, end_ps: Ids) -> None:
-    """Set the start of each receive's span to the start of its arrival; ``start_ps`` is changed in place."""
+    """Set the start of each receive's span to the time when its bytes begin to arrive; ``start_ps`` is changed."""
     _begin_receives(unrolled.network.stream_offsets, *unrolled.layout.transfers, start_ps, end_ps)
 
 

@@ -1,14 +1,14 @@
 """The results of a simulated plan (`Simulation`): step time, where each rank's time goes, memory by owner, MFU and HFU.
 
-All seconds are those of one steady step: the window from the end of the last step but one to the end of the last step.
-For an asynchronous schedule, whose steps may differ, they are the mean over several last steps. A rank's work for that
-step counts even if it is done before or after the window. Per rank,
+All seconds are those of one steady step: the window from the end of the second last step to the end of the last step.
+For an asynchronous schedule, whose steps may differ, they are the mean over several of the last steps. A rank's work
+for that step counts even if it is done before or after the window. Per rank,
 
     busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (including copies of
                     weights); waiting for the host inside a span counts as busy (`host_issue`)
     communication   the time in which at least one transfer or collective of the rank is under way
-    exposed         the part of it in which the compute stream is idle
-    exchange        the same two for collectives, and for transfers between ranks and servers
+    exposed         the part of this time in which the compute stream is idle
+    exchange        the same two times for collectives, and for transfers between ranks and parameter servers
     offload         host work on offloaded states, and copies to and from the host; exposed where nothing is computed
                     or exchanged meanwhile
     idle            step time - busy
@@ -16,10 +16,10 @@ step counts even if it is done before or after the window. Per rank,
 Bubble fraction = Σ idle / (ranks x step time). MFU = FLOPs of the model per step / (step time x Σ peak rate of the
 devices used); HFU counts what the devices really execute, including ops repeated in several stages and recompute.
 
-The timeline of all ranks is made from that of their representatives (`pipeline_alike`). The spans of a rank are those
-of its representative; only the number of the rank and the numbers of its microbatches differ. The result equals a
-simulation of all ranks, column by column. `node_memory` gives the memory of hosts and drives, `steady_rows` the rows
-for ``--json``.
+If only one of several identical pipelines was simulated (`pipeline_alike`), the timeline of all ranks is made from that
+of their representatives: a rank has the spans of its representative, with its own rank number and microbatch numbers.
+The result equals a simulation of all ranks, column by column. `node_memory` returns the memory in use on hosts and
+drives, `steady_rows` the rows for ``--json``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """Bytes used on one node's host and drives, with their limits; ``ranks`` are the plan's ranks on that node."""
+    """Bytes in use on one node's host and NVMe drives, with their limits; ``ranks`` are the plan's ranks there."""
 
     name: str
     ranks: tuple[int, ...]
@@ -68,7 +68,7 @@ class NodeMemory:
 
     @property
     def fits(self) -> bool:
-        """Return whether host and drives have enough room."""
+        """Whether the bytes on the host and on the drives are within their limits."""
         return self.host_bytes <= self.host_limit_bytes and self.nvme_bytes <= self.nvme_limit_bytes
 
     @property
@@ -86,13 +86,13 @@ class NodeMemory:
 
 
 def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
-    """Return a sentence on the fullest node; an empty list for no nodes."""
+    """Return a sentence on the fullest node, and how many nodes exceed their limits; [] for no nodes."""
     if not nodes:
         return []
     fullest, over = max(nodes, key=lambda node: node.share), sum(not node.fits for node in nodes)
     sentence = f"{fullest.describe()}."
     if over:
-        return [f"{over} of {format_count(len(nodes), 'node')} have no room: {sentence}"]
+        return [f"{over} of {format_count(len(nodes), 'node')} have too little memory: {sentence}"]
     return [sentence[0].upper() + sentence[1:]]
 
 
@@ -100,7 +100,7 @@ def explain_nodes(nodes: Sequence[NodeMemory]) -> list[str]:
 # and drives. Where ranks are teams, the bytes are those of one device of each team, and the node's limits are
 # the share of these devices (`spec.teams`).
 def node_memory(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> tuple[NodeMemory, ...]:
-    """Return the memory that a plan uses on the host and drives of each node; empty if all is on devices."""
+    """Return the memory that a plan uses on the host and drives of each node; () if everything is on devices."""
     if isinstance(plan, Placement) or plan.offload == ON_DEVICE:
         return ()
     ranks: dict[int, list[int]] = defaultdict(list)
@@ -128,10 +128,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeconds:
-    """Seconds of one rank within a steady step.
+    """Seconds of one rank within a steady step; the module's docstring defines them.
 
     ``exchanged_inside_s`` is the part of forwards and backwards spent waiting for collectives of split ops and sharded
-    states; ``copied_inside_s`` the part spent waiting for copies of activations. ``host_s`` is the time in which the
+    states, ``copied_inside_s`` the part spent waiting for copies of activations. ``host_s`` is the time in which the
     rank's host issues work for the device.
     """
 
@@ -150,7 +150,7 @@ class RankSeconds:
     host_s: float = 0.0
 
     def per_step(self, num_steps: int) -> RankSeconds:
-        """Return the seconds of one step, if these are the seconds of ``num_steps`` steps."""
+        """Return these seconds, which are those of ``num_steps`` steps, divided by ``num_steps``."""
         if num_steps == 1:
             return self
         return RankSeconds(**{name: getattr(self, name) / num_steps for name in _COLUMNS})
@@ -163,13 +163,13 @@ class RankSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """Bytes of one rank at the moment of its peak, by part; the parts add up to the peak."""
+    """Bytes of one rank when its memory is largest, by part of memory; the parts add up to the peak."""
 
     parts: dict[str, int]
 
     @property
     def total_bytes(self) -> int:
-        """Peak bytes."""
+        """The peak in bytes."""
         return sum(self.parts.values())
 
     @property
@@ -180,10 +180,11 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """The prediction for a plan. ``mfu`` and ``hfu`` are None where no peak rate is known for the precision.
+    """The prediction for a plan: a steady step's times, memory, and the timeline.
 
-    ``timeline`` covers all ranks. ``simulated`` is the timeline that was simulated: of all ranks, or of the
-    representatives (``fold.plan``) if there is a fold. ``nodes`` lists the host memory in use, if any.
+    ``simulated`` is the timeline that was simulated: of all ranks, or of the representatives (ranks of ``fold.plan``)
+    if there is a fold; ``timeline`` covers all ranks. ``ranks`` and ``memory`` have one entry per rank, ``nodes`` lists
+    host memory in use. ``mfu`` and ``hfu`` (0..1) are None if the peak rate for the precision is unknown.
     ``simulated_ops`` and ``op_spans`` are the ops inside the spans, None unless requested.
     """
 
@@ -272,10 +273,10 @@ def step_window(
 
 
 def rank_seconds(timeline: Timeline, length_ps: int, steps: range) -> tuple[RankSeconds, ...]:
-    """Return where each rank's time goes in one of the given steps, which take ``length_ps`` in all.
+    """Return each rank's seconds in one of the given ``steps``, which take ``length_ps`` together.
 
-    Steps repeat, so a rank's work is laid on a circle of that length: if a rank begins the next step while others are
-    still in this one, its work overlaps theirs as it does in every step.
+    Steps repeat, so times are taken modulo that length: if a rank begins the next step while other ranks are still in
+    this step, its work overlaps with theirs as it does in every step.
     """
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)
@@ -425,8 +426,8 @@ _BINDING_SHARE = 0.99
 def steady_rows(result: Simulation) -> Row:
     """Return ``step_time_s``, ``samples_per_s``, ``bubble_share``, ``mfu_share``, ``hfu_share``, and ``ranks``.
 
-    A row of ``ranks`` has the seconds of `RankSeconds`, ``busy_s`` and the three shares of the step that busy,
-    exposed communication and the rest of the idle time take, which add up to 1.
+    A row of ``ranks`` has the seconds of `RankSeconds`, ``busy_s``, and three shares of the step that add up to 1:
+    computing (``busy_share``), exposed communication (``exposed_share``), other idle time (``waiting_share``).
     """
     return {
         "step_time_s": result.step_time_s,
@@ -439,9 +440,9 @@ def steady_rows(result: Simulation) -> Row:
 
 
 def describe_steady_step(result: Simulation) -> str:
-    """Return ``Steady step: 63.3 ms, bubble 20.7 %, MFU 31.0 %, HFU 31.0 % ...``; without a peak rate no MFU and HFU.
+    """Return ``Steady step: 63.3 ms, bubble 20.7 %, MFU 31.0 %, HFU 31.0 % ...``, without MFU and HFU if unknown.
 
-    With asynchronous hosts, a sentence gives the issue time of the slowest one.
+    With asynchronous hosts, a second sentence gives the issue time of the slowest host.
     """
     facts = [format_seconds(result.step_time_s), f"bubble {format_percent(result.bubble_fraction)}"]
     if result.mfu is not None and result.hfu is not None:

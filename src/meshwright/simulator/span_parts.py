@@ -1,16 +1,16 @@
-"""The parts of a forward or a backward in order, and its span if an asynchronous host issues them.
+"""The parts of a forward or a backward in order, and when they end if an asynchronous host issues them.
 
 Parts are the host's own work at the start, the ops, and in the first backward of a step the filling of each bucket,
 once all of its gradients are ready. Ops go from the first to the last, in a backward from the last to the first.
 
-A host issues part after part, h_j each, and the device runs them, d_j each, in the same order: none before it is
-issued, none before its predecessor has ended. Let D_j = Σ_{i<=j} d_i and H_j = Σ_{i<=j} h_i. In a span that the
-device may begin at r and the host begins to issue at s, part j ends at
+A host issues the parts one after the other, in h_j each, and the device runs them in the same order, in d_j each. A
+part begins neither before it is issued nor before its predecessor has ended. Let D_j = Σ_{i<=j} d_i and
+H_j = Σ_{i<=j} h_i. In a span that the device may begin at r and the host begins to issue at s, part j ends at
 
     max(r + D_j, s + E_j)         E_j = max_{i<=j} (H_i + D_j - D_{i-1})
 
-by induction over j. All are whole picoseconds: D_j and H_j are rounded sums. The span ends with its last part, n: it
-takes the device D_n, the host H_n, and ends at least E_n after the host began.
+by induction over j. All times are whole picoseconds: D_j and H_j are rounded sums. The span ends with its last part n:
+it takes D_n on the device and H_n on the host, and ends at least E_n after the host began.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Floats = NDArray[np.float64]
 
 
 class SpanParts(NamedTuple):
-    """Part numbers, (k,): ops by their index in the stage, then the host, then buckets by index; and sums in seconds.
+    """The k parts of a forward or a backward, in order.
 
-    ``done_s`` are the D_j and ``issued_s`` the H_j of the measured host, or None; ``filled``: the part that completes
-    each bucket.
+    ``number`` (k,): the op's index in the stage, n (the number of ops) for the host's own work, or n + 1 + the bucket's
+    index. ``done_s`` (k,) are the D_j, and ``issued_s`` (k,) the H_j of the host whose calls were measured, None
+    without an asynchronous host; both in seconds. ``filled``: by bucket, the index of the part that completes it.
     """
 
     number: Ids
@@ -43,7 +44,7 @@ class SpanParts(NamedTuple):
 
 
 class IssuedParts(NamedTuple):
-    """D_j, H_j and E_j in ps, (k,) each."""
+    """The times of k parts in ps, shape (k,) each: D_j, H_j and E_j of the module's docstring."""
 
     done_ps: Ids
     issued_ps: Ids
@@ -51,7 +52,10 @@ class IssuedParts(NamedTuple):
 
 
 def list_parts(seconds: OpSeconds, opcode: Opcode, place: int) -> SpanParts:
-    """Return the parts of one computation, with those of no time; ``place`` as in `place_of_backward`."""
+    """Return the parts of one computation, including those that take no time.
+
+    ``place``: whether it is the first or last backward of its stage in a step (`place_of_backward`).
+    """
     count, issue, row = len(seconds.forward), seconds.issue, _row(opcode)
     order = slice(None) if opcode is Opcode.FORWARD else slice(None, None, -1)
     fills = seconds.fill_s if place & FIRST else {}
@@ -89,7 +93,7 @@ def issue_parts(parts: SpanParts, duration_ps: int, factor: float) -> IssuedPart
 
 
 def span_ps(done_s: Floats, duration_ps: int) -> Ids:
-    """Return the ends of parts in ps after the start of their span; the last is the end of the span."""
+    """Return when each part ends, in ps after the start of the span; the last part ends with the span."""
     done_ps = np.minimum(np.rint(done_s * PICOSECONDS_PER_SECOND).astype(np.int64), duration_ps)
     done_ps[-1:] = duration_ps
     return done_ps

@@ -1,11 +1,11 @@
 """Memory of one stage's instructions on one kind of device (`stage_bytes`), by part; memory of a rank's messages.
 
-The bytes come from a walk through the stage's ops (`cost.memory.phases`): a computation allocates its peak at its
-start, and frees at its end everything that it does not leave behind. Gradients that are sent are freed when their send
-ends. Inputs of all microbatches are resident, buckets have buffers of their own, and the other memory of messages is
-counted per rank. Between the two parts of a backward, memory holds what the second one reads: the saved values of ops
-with parameters, and the gradients of their outputs. A value that a stage passes to another one on its rank is kept by
-its producer, and its gradient stays until the producer's backward.
+The bytes come from a walk through the stage's ops (`cost.memory.phases`). A computation allocates its peak at its
+start, and frees at its end everything that later computations do not need. Gradients that are sent are freed when their
+send ends. Inputs of all microbatches are resident, buckets have buffers of their own, and the other memory of messages
+is counted per rank. Between the two parts of a backward, memory holds what the second part reads: the saved values of
+ops with parameters, and the gradients of their outputs. A value that a stage passes to another stage of its rank is
+kept by its producer, and its gradient stays until the producer's backward.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ENDING = _choose(Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 def compute_orders(program: Program) -> list[Ints]:
-    """Return what each rank computes in a step: rows of opcode, stage and microbatch, shape (n, 3)."""
+    """Return the computations of each rank, in order, as rows of (opcode, stage, microbatch), shape (n, 3)."""
     parts: list[list[Ints]] = [[np.zeros((0, 3), np.int64)] for _ in range(program.num_ranks)]
     for _, section in program.sections():
         table = np.stack([section.opcode, section.stage, section.microbatch], axis=1, dtype=np.int64)
@@ -76,7 +76,7 @@ def compute_orders(program: Program) -> list[Ints]:
 
 
 def served_bytes(program: Program) -> list[int]:
-    """Return the bytes that each rank keeps as a parameter server: the sum of every part that it adds up."""
+    """Return the bytes that each rank keeps as a parameter server: one sum for every part that it serves."""
     sums = np.flatnonzero(program.body.opcode == Opcode.SUM)
     streams = np.searchsorted(program.body.stream_offsets, sums, side="right") - 1
     ranks = np.array([stream.rank for stream in program.streams], np.int64)[streams]
@@ -93,7 +93,10 @@ def served_bytes(program: Program) -> list[int]:
 #                largest number of each size stays allocated
 #     sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/executor.py)
 def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:
-    """Return the bytes of the buffer pool in which a rank receives for one of its stages."""
+    """Return the bytes of the pool of receive buffers that a rank needs for one of its stages.
+
+    ``order``: the rank's computations (`compute_orders`).
+    """
     arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]
     returning = [channel for channel in stage.outgoing if not stays_on_rank(plan, channel.source, channel.target)]
     here = order[:, 1] == stage.index
@@ -115,9 +118,9 @@ def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice
 def sent_gradient_bytes(
     graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints, microbatch_bytes: int
 ) -> int:
-    """Return the bytes of gradients still being sent at the peak.
+    """Return the bytes that gradients being sent add to the peak of a rank, for one of its stages.
 
-    Each microbatch in flight holds ``microbatch_bytes``.
+    ``order``: the rank's computations (`compute_orders`). Each microbatch in flight holds ``microbatch_bytes``.
     """
     returning = [
         channel
@@ -163,13 +166,12 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageBytes:
-    """Bytes by part: resident, and (allocated at the start, freed at the end) of each computation.
+    """Bytes of a stage by part of memory, shape (parts,) each.
 
-    ``microbatch_bytes`` is what a forward leaves until the backward.
-
-    A part may grow during a computation: then the freed bytes are negative. ``backwards``, and their part for
-    ``weights``, hold a later one of a step and the first; ``inputs`` is their other part. ``stash`` is a copy of the
-    trained weights.
+    ``resident``: in use all the time. A pair is (allocated at the start, freed at the end) of a computation; if a part
+    grows during the computation, its freed bytes are negative. ``backwards`` and ``weights`` (a backward's part for
+    weights) have two pairs: for a later microbatch of a step, and for the first. ``inputs``: a backward's part for
+    inputs. ``stash``: a copy of the trained weights. ``microbatch_bytes``: what a forward keeps until the backward.
     """
 
     resident: Bytes
@@ -191,7 +193,7 @@ def stage_bytes(
     cost: CostModel,
     shards: StateShards = ALONE,
 ) -> StageBytes:
-    """Estimate the bytes of a stage for the plan's microbatches on one kind of device; arguments as `stage_costs`."""
+    """Return the bytes of a stage for the plan's microbatches on one kind of device; arguments as in `stage_costs`."""
     bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
     wide_bytes, shared = _wide_bytes(plan), shared_units(graph, plan, stage, bucketed, shards)
     memory = cost.stage_memory(
@@ -299,7 +301,10 @@ def _wide_bytes(plan: Plan | Placement) -> int:
 def shared_units(
     graph: Graph, plan: Plan | Placement, stage: StageSlice, kept: frozenset[int], shards: StateShards
 ) -> SharedUnits | None:
-    """Return the gather units of a sharded stage, None without shards; ``kept`` are parameters that stay whole."""
+    """Return the units in which a stage's sharded parameters are gathered; None if they are not sharded.
+
+    ``kept``: parameters that are not sharded.
+    """
     if not shards.is_cut:
         return None
     numbers, parts, wide_bytes = plan.workload.numbers, 0 if shards.on_host else len(shards.ranks), _wide_bytes(plan)
@@ -343,12 +348,15 @@ def _kept_for_weights(graph: Graph, plan: Plan | Placement, stage: StageSlice) -
 
 
 def transfer_bytes(opcode: int, num_bytes: int) -> tuple[Bytes, Bytes]:
-    """Return the bytes by part that a transfer allocates and frees; the stage's own are in `stage_bytes`."""
+    """Return the bytes by part that a transfer instruction allocates and frees itself.
+
+    Buffers of messages are counted by `receive_buffer_bytes` and `stage_bytes`.
+    """
     return by_part({}), by_part({SENT: num_bytes} if opcode == Opcode.SEND_GRADIENT else {})
 
 
 def by_part(parts: dict[int, int]) -> Bytes:
-    """Return a row of bytes of each part, shape (parts,)."""
+    """Return bytes, given by index of a part of memory (`MEMORY_PARTS`), as an array of shape (parts,)."""
     entry = np.zeros(len(MEMORY_PARTS), np.int64)
     for part, num_bytes in parts.items():
         entry[part] += num_bytes

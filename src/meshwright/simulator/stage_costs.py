@@ -1,22 +1,22 @@
 """Times of one stage's instructions on one kind of device, in seconds, and when its buckets are ready.
 
 - forward: Σ forward_s over the stage's ops.
-- backward: Σ backward_s, and Σ accumulate_s from the rank's second microbatch on; the last one of a step also copies
-  the gradients into the stage's buckets (Σ fill). In two parts: `weights_share` of it, with Σ accumulate_s and Σ fill,
-  computes gradients of parameters, the rest those of inputs. Recompute is a part of backward_s, but not of
-  that share.
-- ready(k): Σ backward of the ops from the last one down to the first that uses a parameter of bucket k, and the time to
-  fill the buckets up to k; not before ready(k - 1), because buckets are sent in order.
+- backward: Σ backward_s over the stage's ops, and Σ accumulate_s from the rank's second microbatch on; the first
+  backward of a step also copies the gradients into the stage's buckets (Σ fill). If backwards have two parts, the part
+  for weights takes `weights_share` of backward_s, with Σ accumulate_s and Σ fill, and the part for inputs the rest.
+  Recompute belongs to backward_s, but not to the part for weights.
+- ready(k): Σ backward of the ops from the last op down to the first op that uses a parameter of bucket k, and the time
+  to fill the buckets up to k; not before ready(k - 1), because buckets are sent in order.
 - compiled layers have one backward each, at the end of which all of their gradients are ready.
-- host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
-  optimizer step pays for the all-reduces. On a CUDA device it is a part of the host's issue time (`host_issue`),
-  else of the instruction.
-- states sharded over replicas: the optimizer's step, its states and workspace are those of one of n
-  equal parts; `state_shards` computes the waits of passes; gathered parameters of two layers are in memory.
+- host: overhead_s per instruction that the rank issues, including the transfers that belong to it; the all-reduces
+  count for the optimizer step. On a CUDA device this is a part of the host's issue time (`host_issue`), otherwise of
+  the instruction.
+- states sharded over n replicas: the optimizer's step, its states and workspace are those of one of n equal parts;
+  `state_shards` computes the waits of forwards and backwards; gathered parameters of two layers are in memory.
 - clipping and loss scaling: passes over all gradients before the step.
-- an optimizer on the host: the step on the device is the runtime's overhead and those passes. Pieces that go to
-  the host without being summed are ready as buckets are, but need no copy.
-- activations on the host: `saved_waits` computes the waits of passes.
+- an optimizer on the host: the step on the device is only the runtime's overhead and these passes. Parameters that go
+  to the host without being summed (`HostPiece`) are ready as buckets are, but need no copy.
+- activations on the host: `saved_waits` computes the waits of forwards and backwards.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Floats = NDArray[np.float64]
 class BackwardSeconds:
     """Seconds of a backward, or of its part for weights, and when inside it each bucket of the stage is ready.
 
-    ``seconds`` and ``ready_s`` are those of the rank's first microbatch of a step, which fills the buckets; ``later_*``
-    those of the following ones.
+    ``seconds`` and ``ready_s`` (by bucket index) are those of the rank's first microbatch of a step, including the time
+    to fill the buckets; ``later_s`` and ``later_ready_s`` are those of the following microbatches.
     """
 
     seconds: float
@@ -57,12 +57,13 @@ class BackwardSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights.
+    """Seconds of a stage's instructions on one kind of device.
 
-    The last backward of a step takes ``last_s`` more. ``stash_s`` copies the trained weights, ``merge_s`` adds the
-    updates of other replicas to them. ``exchanged_s`` are the parts of a forward, a backward and its part for weights
-    in which the rank waits for collectives inside them, ``copied_s`` those of a forward and a backward in which it
-    waits for copies of activations.
+    ``backward`` is a whole backward; ``inputs_s`` and ``weights`` are the parts of a backward in two parts. The last
+    backward of a step takes ``last_s`` more. ``stash_s``: a copy of the trained weights; ``merge_s``: adding the
+    updates of other replicas to the weights. ``exchanged_s``: the seconds of (forward, backward, its part for weights)
+    in which the rank waits for collectives inside; ``copied_s``: those of (forward, backward) in which it waits for
+    copies of activations. ``ops``: the times of the single ops. ``issue``: of an asynchronous host, None without one.
     """
 
     forward_s: float
@@ -87,10 +88,10 @@ class StepIssue(NamedTuple):
 
 
 class OpIssue(NamedTuple):
-    """Seconds of the measured host for a stage's ops, (ops,) each, like those of `OpSeconds`.
+    """Seconds in which a host issues a stage's ops, as measured on one host; arrays of shape (ops,).
 
-    ``instruction_s``: before the ops of a forward, of a backward or its part for inputs, and of its part for weights;
-    ``fill_s`` by bucket.
+    The fields have the meaning that they have in `OpSeconds`. ``instruction_s``: before the ops of (a forward, a
+    backward or its part for inputs, its part for weights). ``fill_s``: by bucket, to issue the copies into it.
     """
 
     forward: Floats
@@ -104,12 +105,13 @@ class OpIssue(NamedTuple):
 class OpSeconds(NamedTuple):
     """Seconds of a stage's ops, each of shape (ops,), and the other times of its instructions.
 
-    ``weights`` is the part of ``backward`` that may be deferred, ``accumulate`` is added from the second microbatch
-    on. ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for the part for
-    weights; it comes before the ops. ``last_s`` comes after the ops of the last backward of a step: sums across
-    groups of replicas. ``fill_s`` by bucket, in the first backward; ``first_uses`` as in `_first_uses`.
-    ``exchanged``, of shape (ops, 2), is the part of forward and backward spent waiting for other ranks, ``copied_s``
-    for activations. ``issue``: the times of an asynchronous host, else None.
+    ``weights`` is the part of ``backward`` that may be deferred; ``accumulate`` is added from the second microbatch on.
+    ``host_s``: the host's time before the ops of (a forward, a backward or its part for inputs, its part for weights).
+    ``last_s``: after the ops of the last backward of a step, for sums across groups of replicas. ``fill_s``: by bucket,
+    to fill it in the first backward. ``first_uses``: by bucket, the index of the stage's first op that uses one of its
+    parameters. ``exchanged``, of shape (ops, 2): the part of forward and backward spent waiting for other ranks.
+    ``copied_s``: seconds of (forward, backward) spent waiting for activations. ``issue``: the times of an asynchronous
+    host, None without one.
     """
 
     forward: Floats
@@ -196,7 +198,10 @@ def _op_issue(
 def step_issue(
     graph: Graph, plan: Plan | Placement, parameters: Sequence[int], cost: CostModel, num_instructions: int
 ) -> StepIssue:
-    """Return an asynchronous host's times for the step over some parameters, with ``num_instructions`` to issue."""
+    """Return the seconds in which an asynchronous host issues an optimizer step over ``parameters``.
+
+    ``num_instructions``: the instructions of the program that the host issues for the step.
+    """
     calls, optimizer = load_host_calls(), plan.workload.optimizer
     count, step_s = len(trainable_elements(graph, parameters)), 0.0
     if not steps_on_host(plan):
@@ -219,10 +224,10 @@ def stage_costs(
     shards: StateShards = ALONE,
     pieces: tuple[HostPiece, ...] = (),
 ) -> StageCosts:
-    """Estimate a stage for the plan's microbatches on one kind of device.
+    """Return the times of a stage's instructions for the plan's microbatches on one kind of device.
 
-    ``buckets`` are those that the stage holds, ``shards`` describes how replicas shard its states, ``pieces`` are the
-    stage's pieces that go to the host without being summed.
+    ``buckets`` are those with parameters of the stage, ``shards`` describes how replicas shard its states, ``pieces``
+    are the stage's parameters whose gradients go to the host without being summed.
     """
     seconds = op_seconds(graph, plan, stage, buckets, kind, cost, shards, pieces)
     step_s = 0.0
@@ -282,10 +287,10 @@ def _passes_over_gradients(plan: Plan | Placement) -> float:
 
 
 def weights_share(graph: Graph, op: Op) -> float:
-    """Return the share of an op's backward that computes only gradients of parameters, and so may be deferred.
+    """Return the share (0..1) of an op's backward that computes only gradients of parameters, and so may be deferred.
 
-    Products run one product for each gradient. Other ops compute all gradients at once: nothing can be deferred if one
-    of them is not a parameter's.
+    The backward of a matrix product runs one product for each gradient. Other ops compute all gradients at once: the
+    share is then 1 if all their gradients are those of parameters, otherwise 0.
     """
     wanted = [graph.tensors[i] for i in dict.fromkeys(op.inputs) if graph.tensors[i].requires_grad]
     held = [tensor for tensor in wanted if tensor.role == "parameter"]

@@ -1,30 +1,30 @@
-"""Replicas that shard the states of a stage among each other (ZeRO), and the cost of gathers for a pass.
+"""Replicas that shard the states of a stage among each other (ZeRO), and the time that forwards and backwards wait.
 
-    zero 1   optimizer states: gradients are scattered once per step, parameters gathered (`program.gradient_exchange`)
-    zero 2   gradients, too: scattered during each backward; parameters are gathered during each forward
-    zero 3   parameters, too: gathered again during each backward
+    zero 1   shards optimizer states: gradients are reduce-scattered and parameters all-gathered once per step
+             (`program.gradient_exchange`)
+    zero 2   also shards gradients: scattered during each backward; parameters are gathered during each forward
+    zero 3   also shards parameters: gathered again during each backward
 
-With zero 2 and 3 all of this happens inside forwards and backwards, as in torch's FSDP2
-(`program.sharding.zero`): a unit is a repeated layer, and a root unit has all other parameters. Units u of c_u seconds
-gather their parameters in g_u and scatter their gradients in r_u seconds on streams of their own,
+With zero 2 and 3 these collectives run inside forwards and backwards, as in torch's FSDP2 (`program.sharding.zero`): a
+unit is a repeated layer, and a root unit has all other parameters. Unit u computes for c_u seconds, gathers its
+parameters in g_u and scatters its gradients in r_u seconds, on separate streams:
 
     forward      the gather of unit u + 1 starts with unit u, and not before the gather of u has ended
     backward     the same from the last unit to the first; a unit's scatter starts when its backward is done, one after
                  the other, and the pass ends with the last one
 
-so a pass grows by the part of gathers and scatters that the units do not hide. CPUs have no streams: there torch waits
-for each gather and scatter where it is called (`torch.distributed.fsdp`, whose collectives are asynchronous only by the
-stream that they are issued on). Gathered parameters are copied to where the ops read them, and
-gradients to where they are scattered from, on the stream of the ops. The root unit is gathered before the first
-one, stays for the backward, and is scattered last. Parameters that several stages share are not sharded; their
-gradients are summed in buckets.
+so a forward or backward grows by the part of gathers and scatters that the units' computation does not hide. CPUs have
+no streams: there torch waits for each gather and scatter where it is called. Gathered parameters are copied to where
+the ops read them, and gradients to where they are scattered from, on the stream of the ops. The root unit is gathered
+before the first unit, stays gathered until the backward, and is scattered last. Parameters that several stages share
+are not sharded; their gradients are summed in buckets.
 
-With a shard size, each group of replicas shards among itself. All groups communicate at the same time; the group on the
-most nodes determines the time. In the last backward of a step, after the scatter of each unit, groups sum the shards
-that their members keep: on a stream of its own, or on CPUs while everything waits.
+With a shard size, each group of replicas shards states among its members. All groups communicate at the same time; the
+group on the most nodes determines the time. In the last backward of a step, after the scatter of each unit, the ranks
+with the same shard sum it across groups: on a separate stream, or on CPUs while everything waits.
 
-Where parameters are on the host, a rank's shard is copied from there before each gather, and its shard of the gradients
-to there after each scatter, on the same streams.
+If parameters are on the host, a rank's shard is copied to the device before each gather, and its shard of the gradients
+to the host after each scatter, on the same streams.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ Floats = NDArray[np.float64]
 
 
 class StateShards(NamedTuple):
-    """Replicas of a stage that shard states, as ranks, and groups ``beside`` them, which communicate at the same time.
+    """How the replicas of a stage shard its states.
 
-    With several groups, ``across`` are the ranks that keep the same shard, and ``beside_across`` the other such groups.
+    ``zero``: the ZeRO stage. ``ranks``: the group of replicas that shard states among each other; ``beside``: the
+    groups that communicate at the same time. ``on_host``: parameters are in host memory. With several groups, the ranks
+    in ``across`` hold the same shard, and ``beside_across`` are the other sets of ranks that do.
     """
 
     zero: int
@@ -61,12 +63,12 @@ class StateShards(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether parameters are gathered or gradients scattered inside passes."""
+        """Whether parameters are gathered and gradients scattered inside forwards and backwards."""
         return self.zero >= 2 and (len(self.ranks) > 1 or self.on_host)
 
     @property
     def states(self) -> int:
-        """Number of shards of the optimizer states."""
+        """The number of shards of the optimizer states; 1 if they are not sharded."""
         return len(self.ranks) if self.zero >= 1 else 1
 
 
@@ -74,7 +76,10 @@ ALONE = StateShards(0, (0,), ())
 
 
 class Waits(NamedTuple):
-    """Seconds added to a stage's ops, each of shape (ops,), and to its last backward in a step."""
+    """Seconds for which a stage waits: before each op of a forward and a backward, and in a step's last backward.
+
+    ``forward`` and ``backward`` have shape (ops,).
+    """
 
     forward: Floats
     backward: Floats
@@ -82,7 +87,7 @@ class Waits(NamedTuple):
 
 
 def find_shards(plan: Plan | Placement, stage: int, cluster: Cluster) -> StateShards:
-    """Return how the replicas of a stage shard its states on a cluster; for a fold, pass its whole plan."""
+    """Return how the replicas of a stage shard its states on a cluster; for a `Fold`, pass its whole plan."""
     if isinstance(plan, Placement):
         return ALONE
     exchange, on_host = plan.exchange, plan.offload.parameters == "host"
@@ -116,10 +121,11 @@ def gather_waits(
     cost: CostModel,
     kept: Set[int] = frozenset(),
 ) -> Waits:
-    """Return the seconds added to a stage's ops by gathers and scatters; 0 below zero 2.
+    """Return the seconds that gathers and scatters add to a stage's ops; 0 for ZeRO stages 0 and 1.
 
-    A forward waits before the first op of a unit, a backward before its last one, and for the scatters at the end; on
-    CPUs for each scatter at the first op of its unit.
+    A forward waits at the first op of a unit, a backward at the unit's last op and, for the scatters, at its own end;
+    on CPUs it waits for each scatter at the first op of its unit. ``forward_s`` and ``backward_s`` are the ops' own
+    seconds, ``kept`` parameters that are not sharded.
     """
     waits, copies = np.zeros((2, len(stage.ops))), np.zeros((2, len(stage.ops)))
     if not shards.is_cut or not len(stage.ops):

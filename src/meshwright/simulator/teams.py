@@ -1,6 +1,6 @@
-"""A plan reduced to one rank per team (devices of the tensor, context and expert axes): its graph, cluster and costs.
+"""Reduce a plan to one rank per team (`form_teams`), with the graph, cluster and costs of one device of each team.
 
-Devices that the plan leaves idle are removed.
+A team is the devices of the tensor, context and expert axes. Devices that the plan leaves idle are removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.spec import Cluster, Graph, Plan, check_plan
 
 
 class Teams(NamedTuple):
-    """A plan of a local graph, on a cluster whose ranks are teams, with their costs.
+    """A plan of a local graph on a cluster whose ranks are teams, and the cost model of one device of each team.
 
     A team is the devices of the tensor, context and expert axes.
     """
@@ -27,11 +27,11 @@ class Teams(NamedTuple):
 
 
 def form_teams(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> Teams:
-    """Return what to simulate for a plan that leaves devices idle, splits ops, recomputes or compiles.
+    """Return the plan, graph, cluster and costs to simulate for a plan.
 
-    Other plans are returned unchanged.
-
-    Raises PlanError if the plan does not match the graph or the cluster, ClusterError if groups do not fit the nodes.
+    A plan that leaves devices idle, splits ops, recomputes or compiles is lowered (`program.plan_lowering`); other
+    plans are returned unchanged. Raises PlanError if the plan does not match the graph or the cluster, ClusterError if
+    teams do not fit the nodes.
     """
     if plan.idle:
         check_plan(plan, graph, cluster)

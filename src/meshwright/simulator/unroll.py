@@ -1,19 +1,19 @@
 """Unroll a Program (`unroll`): prologue, ``num_steps`` bodies and epilogue become one set of streams for the engine.
 
 `SectionLayout` records where instructions come from. Streams continue from one section into the next, so a fast stream
-may already work on step k + 1 while a slow one is in step k. Instruction i of stream s in repetition k gets the id
+may already work on step k + 1 while a slow stream is in step k. Instruction i of stream s in repetition k gets the id
 ``G[s] + (instructions of s before repetition k) + (i - offset of s)``, where G counts the instructions of the streams
 before s.
 
-For programs whose steps overlap, all repetitions become one section. A message may be sent in one repetition of the
+If the steps of a program overlap, all repetitions become one section. A message may be sent in one repetition of the
 body and arrive in another; its microbatch number, which increases from repetition to repetition, identifies its
-receive. A late wait is for an instruction of an earlier repetition. So these sections are matched together, not one by
-one as those of programs whose repetitions interact only through the order of streams.
+receive. A late wait is for an instruction of an earlier repetition. So the sends and receives of all repetitions are
+matched together. If repetitions interact only through the order of streams, each section is matched by itself.
 
-Only shared links need requests in order of time; streams settle everything else independently. A link is **private**
-when one stream takes part in every request for it. Its requests then form a chain: the next is not made before the last
-has ended. This is sufficient, found in one pass over the instructions, and true for every link between two ranks that
-only one stream sends on, and for the links of a group that no other stream uses.
+Only requests for shared links must be handled in order of time; streams compute everything else independently. A link
+is **private** if one stream takes part in every request for it. Its requests then form a chain: the next request is not
+made before the last one has ended. One pass over the instructions finds private links. Examples are a link between two
+ranks on which only one stream sends, and the links of a group that no other stream uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ Column = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionPart:
-    """One section with everything needed to place it; all repetitions of the body share one object."""
+    """One section with its costs, matches and waits (CSR form); all repetitions of the body share one object.
+
+    In ``waits``, every receive also waits for its send.
+    """
 
     section: Section
     costs: SectionCosts
@@ -51,10 +54,11 @@ class SectionPart:
 # instruction i of a section gets the id ``begins[p, s] + i - stream_offsets[s]``.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SectionLayout:
-    """The parts in order: ``made`` are prologue, body and epilogue, ``which`` gives the index into ``made`` of part p.
+    """Where the instructions of an unrolled program come from.
 
-    ``begins`` (parts, streams) holds where they begin; ``stream_offsets`` (streams + 1,) is that of the network.
-    ``joined``: set for asynchronous programs, whose repetitions are already one section.
+    ``made`` are prologue, body and epilogue. Part p of the unrolled program is ``made[which[p]]``; its instructions of
+    stream s begin at id ``begins[p, s]``. ``stream_offsets`` (streams + 1,) are those of the network. ``joined`` is set
+    for programs whose steps overlap: their repetitions are already one section.
     """
 
     made: tuple[SectionPart, SectionPart, SectionPart]
@@ -65,17 +69,17 @@ class SectionLayout:
 
     @cached_property
     def only(self) -> SectionPart | None:
-        """The part that contains all instructions, if one does: then they keep their ids."""
+        """The only part with instructions, whose instructions keep their ids; None if several parts have some."""
         filled = [part for part in self.parts if part.section.num_instructions]
         return filled[0] if len(filled) == 1 else None
 
     @property
     def parts(self) -> list[SectionPart]:
-        """All parts in order; repetitions of the body are the same object."""
+        """All parts of the unrolled program, in order; repetitions of the body are the same object."""
         return [self.made[k] for k in self.which]
 
     def shifts(self, p: int) -> Ids:
-        """Return the offset between section ids and new ids in part p, by stream."""
+        """Return, by stream, new id minus id in the section, for the instructions of part p."""
         shifts: Ids = self.begins[p] - self.made[self.which[p]].section.stream_offsets[:-1]
         return shifts
 
@@ -87,13 +91,16 @@ class SectionLayout:
 
     @cached_property
     def stream(self) -> Column:
-        """The stream of each instruction, shape (n,)."""
+        """The index of each instruction's stream, shape (n,)."""
         counts = np.diff(self.stream_offsets)
         return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
     @cached_property
     def step(self) -> Column:
-        """Repetition of the body (n,): the prologue counts as the first, the epilogue as the last."""
+        """The repetition of the body of each instruction, from 0, shape (n,).
+
+        The prologue has the number of the first repetition, the epilogue that of the last.
+        """
         if self.joined is not None:
             return self.joined.step
         num_steps = len(self.which) - 2
@@ -106,7 +113,7 @@ class SectionLayout:
 
     @cached_property
     def source(self) -> Ids:
-        """Row in the concatenated columns of prologue, body and epilogue, shape (n,)."""
+        """The row of each instruction in the concatenated columns of prologue, body and epilogue, shape (n,)."""
         if self.joined is not None:
             return self.joined.source
         first = np.cumsum([0, *(part.section.num_instructions for part in self.made)])
@@ -117,7 +124,7 @@ class SectionLayout:
 
     @cached_property
     def transfers(self) -> tuple[Ids, Ids]:
-        """Ids of the receives, and of the sends that they wait for."""
+        """The ids of all receives, and the ids of their sends, in the same order."""
         if self.only is not None:
             return self.only.matches.receives, self.only.matches.sends
         new = [(self.new_ids(p), self.made[k].matches) for p, k in enumerate(self.which)]
@@ -126,7 +133,7 @@ class SectionLayout:
 
     @cached_property
     def send_of(self) -> Ids:
-        """The send that a receive waits for, else -1, shape (n,)."""
+        """The id of the send that each receive waits for, -1 for other instructions; shape (n,)."""
         send_of = np.full(int(self.stream_offsets[-1]), -1, np.int64)
         receives, sends = self.transfers
         send_of[receives] = sends
@@ -139,7 +146,7 @@ _NOTHING_ISSUED = IssueCosts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.ze
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unrolled:
-    """A network for the engine, and the origin of its instructions (`SectionLayout`), derived on demand."""
+    """An unrolled program: a network for the engine, and where its instructions come from (`SectionLayout`)."""
 
     network: Network
     num_links: int
@@ -148,27 +155,27 @@ class Unrolled:
 
     @property
     def stream(self) -> Column:
-        """The stream of each instruction, shape (n,)."""
+        """The index of each instruction's stream, shape (n,)."""
         return self.layout.stream
 
     @property
     def step(self) -> Column:
-        """The repetition of the body; the prologue counts as the first, the epilogue as the last; shape (n,)."""
+        """The repetition of the body of each instruction, shape (n,), as in `SectionLayout.step`."""
         return self.layout.step
 
     @property
     def source(self) -> Ids:
-        """Row in the concatenated columns of prologue, body and epilogue, shape (n,)."""
+        """The row of each instruction in the concatenated columns of prologue, body and epilogue, shape (n,)."""
         return self.layout.source
 
     @property
     def send_of(self) -> Ids:
-        """The send that a receive waits for, else -1, shape (n,)."""
+        """The id of the send that each receive waits for, -1 for other instructions; shape (n,)."""
         return self.layout.send_of
 
 
 def unroll(program: Program, costs: ProgramCosts, num_steps: int) -> Unrolled:
-    """Concatenate the sections of a program, with the body ``num_steps`` times.
+    """Return a program as one network: prologue, ``num_steps`` times the body, epilogue.
 
     Raises ProgramError if a transfer or collective lacks a counterpart, or if there are more instructions or waits than
     32 bits can number.
@@ -344,7 +351,7 @@ def _place_joins(layout: SectionLayout) -> tuple[Column, Column]:
 
 
 def routes_of_collectives(part: SectionPart) -> Column:
-    """Return the route of each collective: that of its lowest member."""
+    """Return the route of each collective of a section: that of its member with the lowest id."""
     route = np.empty(len(part.matches.sizes), np.int32)
     route[part.matches.numbers[::-1]] = part.costs.route[part.matches.members[::-1]]
     return route
@@ -371,7 +378,7 @@ def _renumber(number: Column, resource: Column) -> None:
 
 
 def join_repetitions(program: Program, costs: ProgramCosts, num_steps: int) -> tuple[Program, ProgramCosts, Repeated]:
-    """Return the program and its costs with all repetitions in one body, and where its rows come from."""
+    """Return a program whose body has all repetitions, its costs, and where the rows of the body come from."""
     joined = repeat_body(program, num_steps)
     parts = [getattr(costs, name) for name, _ in program.sections()]
     earliest = [part.mark_earliest_ps for part in parts if part.mark_earliest_ps is not None]
@@ -401,7 +408,10 @@ def find_shared_links(
     route_links: NDArray[np.int32],
     num_links: int,
 ) -> NDArray[np.bool_]:
-    """Return whether each link needs requests in order of time, shape (num_links,); ``resource`` as in `Network`."""
+    """Return whether each link is shared by several streams, shape (num_links,); ``resource`` is as in `Network`.
+
+    Only requests for shared links must be handled in order of time.
+    """
     num_routes = len(route_offsets) - 1
     requests, most = np.zeros(num_links, np.int64), np.zeros(num_links, np.int64)
     mine, counted_for = np.zeros(num_links, np.int64), np.full(num_links, -1, np.int64)

@@ -1,9 +1,9 @@
-"""Scenarios: simulate changed devices, links and runs, by applying the effects of `spec.scenario`.
+"""Scenarios: simulate plans on changed devices, links and runs, by applying the effects of `spec.scenario`.
 
-`apply_scenario`   the cost model of the machines that a scenario changes, with which any plan can be simulated
-`simulate_scenario`   a plan on them, with all resulting figures
-`sweep_cases`      a grid of parameters of plan and scenario
-`JitteredSteps`    many steps with random times, for several seeds
+`apply_scenario`      returns the cost model of the machines as a scenario changes them
+`simulate_scenario`   simulates a plan in a scenario and returns all figures
+`sweep_cases`         simulates a grid of values of parameters of plan and scenario
+`JitteredSteps`       simulates many steps with random times, for several seeds
 """
 
 from meshwright.simulator.scenarios.long_run import JitteredSteps, StepTimes, has_jitter

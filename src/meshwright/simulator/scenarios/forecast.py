@@ -1,16 +1,17 @@
-"""Forecast a run of many steps in a scenario: its time, where that goes, how often to save, and what it costs.
+"""Forecast a run of many steps in a scenario: its total time, the parts of that time, and how often to save.
 
-The step times of all stretches of the run are simulated (`machines`, at the times at which effects begin and end);
-then the run is followed for several seeds (`run`). If no interval is given, the best one is taken: by closed form
-if failures are memoryless (below), else the one of a grid whose runs are shortest, under the same failures.
+The step time is simulated for every stretch of the run (between the times at which effects begin or end, `machines`);
+then the run is followed for several seeds (`long_run`). If the scenario gives no interval between saves, the best
+interval is used: by a closed form if failures are memoryless (see below), otherwise the interval of a grid whose runs
+are shortest, under the same failures.
 
-The best interval loses least time. Failures come at random with a mean of M seconds between them, and saving takes C
+Formulas for the best interval, if failures come at random with a mean of M seconds between them and saving takes C
 seconds:
 
     young     √(2 C M)                                          Young, CACM 17 (9), 1974
     daly      √(2 C M) (1 + √(C / 2M) / 3 + C / 18 M) - C,      Daly, FGCS 22 (3), 2006
-              or M from C = 2 M on
-    best      the τ that makes the expected time shortest: M (1 + W(-e^(-1 - C/M))), W being Lambert's function;
+              for C < 2 M, otherwise M
+    best      the τ with the shortest expected time: M (1 + W(-e^(-1 - C/M))), where W is Lambert's function;
               the derivative of e^((τ + C)/M) / τ - 1 / τ is zero there
 
 The expected time of T seconds of work, saved every τ, with R seconds to restart after a failure, including failures
@@ -54,16 +55,17 @@ StepAt = Callable[[float], float]
 
 
 def is_about_runs(scenario: Scenario) -> bool:
-    """Return whether a scenario has effects on long runs."""
+    """Return whether a scenario has effects on long runs: failures, lost devices, checkpoints, timed slow parts."""
     return bool(scenario.effects_of(Failures, LostDevice, Checkpoints)) or scenario.moments() != [0.0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Runs of ``num_steps`` steps, one for each seed, saved as described by ``saving``.
+    """The forecast of a run of ``num_steps`` steps.
 
-    ``mttf_s``: the mean time between failures of all devices used, None if not given; ``step_time_s`` at the
-    start of the run; ``expected_s`` by Daly's closed form, None where it does not hold.
+    ``step_time_s``: seconds of a step at the start of the run. ``runs``: the run's times for each seed. ``saving``: how
+    often it is saved and what that costs. ``mttf_s``: the mean time between failures of all devices in use, None if the
+    scenario does not give it. ``expected_s``: the expected time by Daly's closed form, None if that does not apply.
     """
 
     num_steps: float
@@ -75,11 +77,11 @@ class Forecast:
 
     @property
     def wall_s(self) -> float:
-        """The mean time of a run."""
+        """The mean time of a run over all seeds, in seconds."""
         return float(np.mean([run.wall_s for run in self.runs]))
 
     def row(self) -> dict[str, Any]:
-        """Return the figures, as means over seeds; intervals by formula if there are failures."""
+        """Return the figures by name, as means over seeds, and Young's and Daly's intervals if there are failures."""
         walls = [run.wall_s for run in self.runs]
         parts = {
             f"run_{name}_share": float(sum(getattr(run, f"{name}_s") for run in self.runs) / sum(walls))
@@ -116,10 +118,11 @@ def forecast_run(
     num_seeds: int,
     replan_at: ReplanAt | None = None,
 ) -> Forecast:
-    """Follow runs of a plan whose step takes ``step_at(seconds since the start)``.
+    """Forecast runs of a plan whose step takes ``step_at(seconds since the start)`` seconds, for ``num_seeds`` seeds.
 
-    Raises ScenarioError for a run that never ends, for devices that the cluster does not have, and if a lost device
-    requires a new plan but ``replan_at`` is not given.
+    ``num_steps``: by default as many as fill 30 days as fast as the first step. ``replan_at`` returns the step time of
+    a new plan without lost devices. Raises ScenarioError for a run that never ends, for devices that the cluster does
+    not have, and if a lost device requires a new plan but ``replan_at`` is not given.
     """
     nodes = {usual.cluster.node_index(device) for device in _devices_of(plan)}
     counts = plan.num_devices, len(nodes)
@@ -153,7 +156,7 @@ def forecast_run(
 
 
 def saved_bytes(plan: Plan | Placement, graph: Graph) -> int:
-    """Return the bytes of parameters and optimizer states of the whole model, counted once."""
+    """Return the bytes of a checkpoint: parameters and optimizer states of the whole model, each counted once."""
     work = plan.workload
     each = work.numbers.value_bytes + state_bytes(work.optimizer, work.precision)
     storages = {tensor.storage: tensor for tensor in graph.tensors if tensor.role == "parameter"}
@@ -182,7 +185,9 @@ def _best(
         return replace(saving, interval_s=interval_s)
 
     if not saving.save_s:
-        raise ScenarioError("checkpoints: saving takes no time, so there is no best interval; give interval or a cost.")
+        raise ScenarioError(
+            "checkpoints: saving takes no time, so there is no best interval; give `interval`, or a `cost` above 0."
+        )
     if at_random and mttf_s is not None:
         return at(best_interval(saving.save_s, mttf_s))
     without = follow(at(math.inf)) if mttf_s is None else None
@@ -217,7 +222,9 @@ def _stretches(
             step_s = math.inf
             if all(effect.then == "replan" for effect, ranks in away if ranks & lost):
                 if replan_at is None:
-                    raise ScenarioError("lost-device: no planner is available to replan; give then = 'wait'.")
+                    raise ScenarioError(
+                        "lost-device: then = 'replan' needs a planner, but none is available here; give then = 'wait'."
+                    )
                 step_s = replan_at(moment, every) or math.inf
         change: Change = "" if lost == before or not moment else "lost" if lost - before else "back"
         stretches.append(StepStretch(begin_s=moment, step_s=step_s, change=change))
@@ -235,12 +242,12 @@ _LONG_SAVE = 30.0
 
 
 def young_interval(save_s: float, mttf_s: float) -> float:
-    """Return Young's first-order interval in seconds of work."""
+    """Return Young's first-order interval between saves, in seconds of work."""
     return math.sqrt(2 * save_s * mttf_s)
 
 
 def daly_interval(save_s: float, mttf_s: float) -> float:
-    """Return Daly's higher-order interval in seconds of work."""
+    """Return Daly's higher-order interval between saves, in seconds of work."""
     if save_s >= 2 * mttf_s:
         return mttf_s
     ratio = save_s / (2 * mttf_s)
@@ -248,7 +255,10 @@ def daly_interval(save_s: float, mttf_s: float) -> float:
 
 
 def best_interval(save_s: float, mttf_s: float) -> float:
-    """Return the interval of least expected time, by Newton's method for x = τ / M in (1 - x) e^(x + C/M) = 1."""
+    """Return the interval between saves with the least expected time, in seconds of work.
+
+    Newton's method solves (1 - x) e^(x + C/M) = 1 for x = τ / M (see the module's docstring).
+    """
     ratio = save_s / mttf_s
     if ratio > _LONG_SAVE:
         return mttf_s
@@ -263,7 +273,10 @@ def best_interval(save_s: float, mttf_s: float) -> float:
 
 
 def expected_seconds(work_s: float, interval_s: float, save_s: float, restart_s: float, mttf_s: float) -> float:
-    """Return the expected time of a long run; infinite if it is never saved, or the result overflows."""
+    """Return the expected seconds of a run of ``work_s`` seconds of work, by Daly's formula (module's docstring).
+
+    The result is infinite if the run is never saved, or if the formula overflows.
+    """
     if math.isinf(interval_s):
         return math.inf
     try:

@@ -1,11 +1,11 @@
-"""A long run (`follow_run`): steps, saves, failures and stops; its failures, jitter and step times in a scenario.
+"""Follow a long run with saves, failures and lost devices (`follow_run`); draw random failures and step times.
 
 The run is followed from event to event: a save that is due, a failure, a change of the machines. Between failures all
-whole intervals are advanced at once, so the cost for a run of months depends only on its failures. Work since the last
-complete save is lost at a failure, and when devices are lost; then follow detection, repair and restart, and a failure
-meanwhile restarts these. A run that waits for devices restarts when they are back and everything that failed meanwhile
-is repaired. Their return is planned: unsaved work is saved first, and there is no detection. The last interval is not
-saved.
+whole intervals are advanced at once, so the computing time for a run of months depends only on the number of its
+failures. At a failure, and when devices are lost, the work since the last complete save is lost. Then follow detection,
+repair and restart; a failure during these starts them again. A run that waits for lost devices restarts when they are
+back and everything that failed in the meantime is repaired. The return of devices is planned: unsaved work is saved
+first, and there is no detection time. The last interval of a run is not saved.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Failure(NamedTuple):
 # The failures of n equal parts, each at random with a mean of m seconds, are at random with a mean of m / n in total.
 # Under Weibull's law with another shape each part has its own clock, which restarts at every failure of the part.
 def failures_of(scenario: Scenario, num_devices: int, num_nodes: int, seed: int) -> Iterator[Failure]:
-    """Yield all failures of a run on the given numbers of devices and nodes, in order; usually without end."""
+    """Yield the failures of a run on the given numbers of devices and nodes, in order of time.
+
+    The sequence is infinite if some effect gives a mean time to failure.
+    """
     streams = []
     for place, effect in enumerate(scenario.effects):
         if isinstance(effect, Failures):
@@ -58,7 +61,7 @@ def failures_of(scenario: Scenario, num_devices: int, num_nodes: int, seed: int)
 
 
 def mean_time_to_failure(scenario: Scenario, num_devices: int, num_nodes: int) -> float | None:
-    """Return the mean seconds between failures of all parts; None if no mean is given."""
+    """Return the mean seconds between two failures anywhere among these devices and nodes; None if not given."""
     rates = [
         (num_devices if effect.of == "device" else num_nodes) / effect.mttf
         for effect in scenario.effects_of(Failures)
@@ -68,9 +71,10 @@ def mean_time_to_failure(scenario: Scenario, num_devices: int, num_nodes: int) -
 
 
 def effective_repair(scenario: Scenario, num_devices: int, num_nodes: int) -> float:
-    """Return the one repair time that gives the same mean run time as the repairs of all kinds of failures.
+    """Return the single repair time, in seconds, with the same mean run time as the repair times of all failures.
 
-    For failures without memory that restart a repair: with shares w of repairs r it is -M ln Σ w e^(-r/M).
+    It holds for memoryless failures that start a repair again: if a share w of all failures has repair time r, the
+    result is -M ln Σ w e^(-r/M), with M seconds between failures.
     """
     effects = [effect for effect in scenario.effects_of(Failures) if effect.mttf is not None]
     if not effects:
@@ -116,7 +120,7 @@ _COMPUTED = np.array([*COMPUTATIONS, *UPDATES, *STASHING])
 
 
 def has_jitter(scenario: Scenario) -> bool:
-    """Return whether the scenario makes the time of a step random."""
+    """Return whether the scenario has effects that make the time of a step random."""
     return any(
         effect.spread or (effect.straggler_probability and effect.straggler_factor != 1)
         for effect in scenario.effects_of(Jitter)
@@ -136,10 +140,10 @@ def has_jitter(scenario: Scenario) -> bool:
 def with_jitter(
     program: Program, unrolled: Unrolled, scenario: Scenario, cluster: Cluster, seed: int, width: int = 1
 ) -> Unrolled:
-    """Return the unrolled program with the random durations of a seed.
+    """Return the unrolled program with the random durations that the scenario's jitter gives for a seed.
 
-    Rank r is device r of the cluster, or a team of ``width`` devices (`spec.teams`), which is as slow
-    as its slowest device. Raises ScenarioError for a time that the simulation cannot represent.
+    Rank r is device r of the cluster, or a team of ``width`` devices (`spec.teams`), which is as slow as its slowest
+    device. Raises ScenarioError for a time that the simulation cannot represent.
     """
     network = unrolled.network
     members = (jitter_factors(program, unrolled, scenario, cluster, seed, (width, place)) for place in range(width))
@@ -168,9 +172,9 @@ def jitter_factors(
     seed: int,
     member: tuple[int, int] = (1, 0),
 ) -> Floats:
-    """Return the factor of each instruction, shape (n,), before members of a collective are made equal.
+    """Return the factor on each instruction's duration, shape (n,), before members of a collective are made equal.
 
-    ``member``: the number of devices of a team, and the index of one of them.
+    ``member``: the number of devices of a team, and the index of the device in its team.
     """
     columns = instruction_columns(program, unrolled)
     rank = rank_of_streams(program)[columns["track"]] * member[0] + member[1]
@@ -192,7 +196,10 @@ def jitter_factors(
 
 
 def draw_factors(effect: Jitter, seed: tuple[int, ...], keys: list[NDArray[np.integer]]) -> Floats:
-    """Return a factor for each row of the keys, shape (n,); equal rows have equal factors."""
+    """Return a random factor on a duration for each row of the keys, shape (n,); equal rows have equal factors.
+
+    ``keys`` are columns of shape (n,).
+    """
     state = np.full(len(keys[0]), 0x9E3779B97F4A7C15, np.uint64)
     for key in (*(np.full(len(keys[0]), part) for part in seed), *keys):
         state = _mix(state ^ _mix(key.astype(np.int64).view(np.uint64)))
@@ -234,12 +241,15 @@ LEAST_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTimes:
-    """Seconds of every counted step, shape (seeds, steps)."""
+    """Seconds of every step after the pipeline has filled, shape (seeds, steps)."""
 
     seconds: NDArray[np.float64]
 
     def rows(self) -> dict[str, float | int]:
-        """Return the figures to report; ``seed_spread_s`` is the standard deviation of the means of the seeds."""
+        """Return the figures to report, by name: counts, mean and percentiles over all steps.
+
+        ``seed_spread_s`` is the standard deviation of the seeds' means.
+        """
         means = self.seconds.mean(axis=1)
         p50, p95, p99 = np.percentile(self.seconds, (50, 95, 99)).tolist()
         return {
@@ -258,7 +268,10 @@ class StepTimes:
 # in which a pipeline fills, and the last step of an asynchronous schedule, which drains, are not counted. Jitter makes
 # otherwise identical replicas differ, so all ranks are simulated.
 class JitteredSteps:
-    """A plan whose steps are simulated with random times, one seed after the other. Raises as `simulate_plan`."""
+    """Simulates many steps of a plan with random times, one seed after the other.
+
+    Raises the errors of `simulate_plan`.
+    """
 
     def __init__(
         self,
@@ -279,10 +292,10 @@ class JitteredSteps:
         self._costs: ProgramCosts = estimate_program(self._program, plan, graph, cost)
 
     def time_steps(self, num_steps: int = NUM_STEPS, num_seeds: int = NUM_SEEDS) -> StepTimes:
-        """Return the seconds of ``num_steps`` steps for each seed, starting with the scenario's own.
+        """Return the seconds of ``num_steps`` steps for each of ``num_seeds`` seeds, from the scenario's own seed on.
 
-        Raises ProgramError if too few steps of the program can be simulated or its times overflow, and ScenarioError
-        if the jittered time of one instruction does.
+        Fewer steps are simulated if the program is large. Raises ProgramError if fewer than 5 steps can be simulated or
+        times overflow, and ScenarioError if the random time of one instruction overflows.
         """
         first, last = (SETTLED_STEPS, 1) if self._program.advance else (1, 0)
         most = MAX_UNROLLED // max(self._program.body.num_instructions, 1) - first - last
@@ -290,7 +303,7 @@ class JitteredSteps:
         if count < LEAST_STEPS or num_seeds < 1:
             raise ProgramError(
                 f"{num_steps} steps of {self._program.body.num_instructions} instructions for {num_seeds} seeds were "
-                f"asked for; expected one seed or more, and {LEAST_STEPS} to {max(most, LEAST_STEPS)} steps of at "
+                f"requested; expected one seed or more, and {LEAST_STEPS} to {max(most, LEAST_STEPS)} steps of at "
                 f"most {MAX_UNROLLED} instructions in all. Simulate fewer microbatches or ranks under jitter."
             )
         unrolled = unroll(self._program, self._costs, first + count + last)
@@ -299,7 +312,7 @@ class JitteredSteps:
         return StepTimes(seconds=np.array([[to_seconds(step) for step in np.diff(row).tolist()] for row in rows]))
 
     def timeline(self, num_steps: int) -> Timeline:
-        """Return the timeline of the first steps, with the times of the scenario's own seed."""
+        """Return the timeline of the first ``num_steps`` steps, with the random times of the scenario's own seed."""
         unrolled = unroll(self._program, self._costs, num_steps)
         return record_run(self._program, self._costs, self._run(unrolled, self._scenario.seed or 0))[0]
 
@@ -327,10 +340,10 @@ Change = Literal["", "lost", "back"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStretch:
-    """From ``begin_s`` on a step takes ``step_s``, infinite while the run is stopped.
+    """A stretch of a run: from ``begin_s`` (seconds of the run) on, a step takes ``step_s``, infinite if it is stopped.
 
-    ``change`` is what happens at its start: devices are ``lost``, with everything in their memory; or are ``back``, for
-    which a run that continued without them saves; or ``""``, if only speeds change.
+    ``change``: what happens at the start. ``lost``: devices are lost, with everything in their memory. ``back``:
+    devices return; a run that continued without them saves first. ``""``: only speeds change.
     """
 
     begin_s: float
@@ -340,7 +353,10 @@ class StepStretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """The interval between saves in seconds of work (infinite: never), and seconds to save, detect and restart."""
+    """How a run is saved, in seconds: the interval between saves (of work; infinite: never saved), the time of a save.
+
+    ``detection_s``: until a failure is noticed. ``restart_s``: to restart after a failure.
+    """
 
     interval_s: float = math.inf
     save_s: float = 0.0
@@ -350,7 +366,11 @@ class Saving:
 
 @dataclass(slots=True, kw_only=True)
 class RunTimes:
-    """Where the seconds of a run go: all times add up to ``wall_s``."""
+    """The seconds of a run by purpose, which add up to ``wall_s``.
+
+    ``computing_s``: work that counts. ``lost_s``: work and interrupted saves lost at failures. ``saving_s``: complete
+    saves. ``restarting_s``: detection, repair and restart. ``waiting_s``: waits for lost devices and their repair.
+    """
 
     computing_s: float = 0.0
     lost_s: float = 0.0
@@ -362,14 +382,17 @@ class RunTimes:
 
     @property
     def wall_s(self) -> float:
-        """The total time of the run."""
+        """The total time of the run in seconds."""
         return self.computing_s + self.lost_s + self.saving_s + self.restarting_s + self.waiting_s
 
 
 def follow_run(
     num_steps: float, stretches: Sequence[StepStretch], failures: Iterator[Failure], saving: Saving
 ) -> RunTimes:
-    """Follow a run to its end; stretches are in order, the first from 0 on. Raises ScenarioError if it never ends."""
+    """Follow a run of ``num_steps`` steps to its end and return its times.
+
+    ``stretches`` are in order of time; the first begins at 0. Raises ScenarioError if the run never ends.
+    """
     run = _Run(num_steps=num_steps, stretches=stretches, failures=failures, saving=saving)
     while run.left > 1e-12 * num_steps:
         run.go_on()
@@ -391,7 +414,7 @@ class _Run:
 
     @property
     def left(self) -> float:
-        """Steps still to do."""
+        """The number of steps still to compute."""
         return self._num_steps - self._saved - self._fresh
 
     def go_on(self) -> None:

@@ -1,13 +1,15 @@
-"""A cluster in a scenario: the effects that change machines, applied in their order.
+"""Apply the effects of a scenario that change machines to a cluster, in their order.
 
-    slow-device         the device's kind at another speed (`DeviceKind.slowdown`)
-    other-device        another kind              device-memory   the kind with other memory
-    slow-link           links of nodes, paths between two nodes, uplinks of racks
-    network-cards       NICs per node             oversubscription   racks with uplinks
+    slow-device         changes the speed of devices (`DeviceKind.slowdown`)
+    other-device        replaces the kind of devices
+    device-memory       changes the memory of devices
+    slow-link           changes links of nodes, paths between two nodes, or uplinks of racks
+    network-cards       changes the number of NICs per node
+    oversubscription    adds racks with uplinks
 
-Measurements hold for the usual links and speeds. So in addition to the changed cluster there is the **usual** one, with
-the same devices at their usual speed on the usual links, and the cost model scales the estimates for it
-(`CostModel.usual_links`).
+Measurements hold for the usual links and speeds. So in addition to the changed cluster there is the **usual** cluster,
+with the same devices at their usual speed on the usual links. The cost model estimates for the usual cluster and scales
+the estimates (`CostModel.usual_links`).
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> Co
 
 
 def change_machines(cluster: Cluster, scenario: Scenario, at_s: float = 0.0) -> tuple[Cluster, Cluster]:
-    """Return the cluster with the scenario's effects, and the same devices at usual speed on the usual links."""
+    """Return the cluster with the scenario's effects, and the same devices at their usual speed on the usual links.
+
+    ``at_s``: seconds since the start of a run, for effects that begin or end. Raises as `apply_scenario`.
+    """
     machines = _Machines(cluster=cluster, scenario=scenario)
     for place, effect in enumerate(scenario.effects):
         machines.apply(effect, place, at_s)
@@ -91,7 +96,7 @@ class _Machines:
         return _with_kinds(self.cluster, self.kinds)
 
     def apply(self, effect: Effect, place: int, at_s: float) -> None:
-        """Apply an effect; effects on runs rather than machines do nothing."""
+        """Apply the scenario's effect number ``place``; effects that do not change machines are ignored."""
         match effect:
             case SlowDevice():
                 for rank in self._select(effect.devices, place):
@@ -137,7 +142,7 @@ def _changed_kind(kind: DeviceKind, slowdown: float, memory_bytes: int) -> Devic
 def _shipped_kind(name: str) -> DeviceKind:
     if name not in shipped_kinds():
         raise ScenarioError(
-            f"no device kind {name!r} is shipped{suggest(name, shipped_kinds())}. Choose one of them, or "
+            f"no device kind {name!r} is shipped{suggest(name, shipped_kinds())}. Choose a shipped device kind, or "
             "describe the cluster in a .toml file."
         )
     return load_cluster(name).device_kinds[0]
@@ -183,8 +188,8 @@ def _racks(cluster: Cluster, effect: Oversubscription) -> Racks:
     """
     if effect.nodes_per_rack >= len(cluster.nodes):
         raise ScenarioError(
-            f"racks of {effect.nodes_per_rack} nodes were given, and cluster {cluster.name!r} has "
-            f"{len(cluster.nodes)}, so nothing lies between racks. Give smaller racks or a larger cluster."
+            f"racks of {effect.nodes_per_rack} nodes were given, but cluster {cluster.name!r} has only "
+            f"{len(cluster.nodes)} nodes, so there is only one rack. Give smaller racks or a larger cluster."
         )
     nodes = cluster.nodes[: effect.nodes_per_rack]
     num_nics = sum(node.num_nics for node in nodes)

@@ -1,4 +1,4 @@
-"""The outcome of a plan in a scenario (`simulate_scenario`), one row of figures; its price (`bill`); grids of cases."""
+"""Simulate a plan in a scenario (`simulate_scenario`), compute its price (`bill`), sweep parameters (`sweep_cases`)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ _SECONDS_PER_HOUR = 3600.0
 def price_per_hour(
     num_devices: int, cluster: Cluster, scenario: Scenario, idle: Collection[int] = ()
 ) -> tuple[float, str] | None:
-    """Return money per hour of the first ``num_devices`` devices that are not ``idle`` and their nodes, and currency.
+    """Return (price per hour, currency) of the first ``num_devices`` devices that are not ``idle``, and their nodes.
 
-    Returns None without a price.
-
-    Raises ScenarioError for prices in several currencies, and for a kind of device that the cluster does not have.
+    Returns None if the scenario gives no price. Raises ScenarioError for prices in several currencies, and for a kind
+    of device that the cluster does not have.
     """
     prices = scenario.effects_of(Price)
     if not prices:
@@ -48,7 +47,9 @@ def price_per_hour(
             continue
         if price.currency != prices[0].currency:
             with scenario.naming(place, "currency"):
-                raise ScenarioError(f"{', '.join(sorted(currencies))} were given; expected one. Convert them.")
+                raise ScenarioError(
+                    f"prices in {', '.join(sorted(currencies))} were given; expected one currency. Convert the prices."
+                )
         if price.device and price.device not in kinds:
             with scenario.naming(place, "device"):
                 raise ScenarioError(
@@ -72,9 +73,10 @@ def bill(
     run_s: float | None,
     num_steps: float | None,
 ) -> dict[str, Any]:
-    """Return what steps of ``step_s`` seconds cost, and a run if there is one; empty without a price.
+    """Return the prices of a step, of a million samples or tokens, and of the run, by name; {} without a price.
 
-    With a run, steps and samples carry their share of all losses.
+    ``step_s``: seconds of a step; ``run_s`` and ``num_steps``: those of a run, None without a run. With a run, a step
+    costs the price of the run divided by its steps, which includes all losses.
     """
     priced = price_per_hour(plan.num_devices, cluster, scenario, plan.idle if isinstance(plan, Plan) else ())
     if priced is None:
@@ -103,7 +105,11 @@ Replan = Callable[[CostModel], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioOutcome:
-    """A steady step without jitter; if the scenario has them, steps under jitter, a long run and its price."""
+    """The results of a plan in a scenario.
+
+    ``simulation``: a steady step without jitter. ``steps``: steps with random times, None if the scenario has no
+    jitter. ``run``: a long run, None if none is followed. ``price``: see `bill`.
+    """
 
     simulation: Simulation
     steps: StepTimes | None
@@ -111,7 +117,7 @@ class ScenarioOutcome:
     price: dict[str, Any]
 
     def row(self) -> dict[str, Any]:
-        """Return all figures; each name has its unit."""
+        """Return all figures by name; the names end with their units."""
         simulation = self.simulation
         row: dict[str, Any] = {
             "step_time_s": simulation.step_time_s,
@@ -139,11 +145,12 @@ def simulate_scenario(
     contention: Contention = "queued",
     replan: Replan | None = None,
 ) -> ScenarioOutcome:
-    """Simulate a plan on the machines of ``usual`` with the scenario's effects.
+    """Simulate a plan on the machines of the cost model ``usual``, changed by the scenario's effects.
 
-    A run is followed if the scenario has effects on runs, or if ``run_steps`` is given. ``result`` is
-    the simulation of the plan at the start of the run, if it is known already; ``replan`` makes a new plan when devices
-    are lost. Raises ScenarioError if an effect names parts that the cluster lacks, else as `simulate_plan`.
+    A long run is followed if the scenario has effects on runs, or if ``run_steps``, its number of steps, is given.
+    ``result`` is the simulation of the plan at the start of the run, if it is already known. ``replan`` returns the
+    step time of a new plan when devices are lost. Raises ScenarioError if an effect names devices or links that the
+    cluster lacks, otherwise as `simulate_plan`.
     """
     cost = apply_scenario(usual, scenario)
     result = result or simulate_plan(plan, graph, cost.cluster, cost=cost, contention=contention)
@@ -191,14 +198,17 @@ def simulate_scenario(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """One case per row: the values of the parameters, then the figures, or the error, of its simulation."""
+    """The results of `sweep_cases`: one row per case.
+
+    A row has the values of the parameters by name, then the figures of `ScenarioOutcome.row`, or ``error``.
+    """
 
     parameters: tuple[Parameter, ...]
     rows: tuple[dict[str, Any], ...]
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The names of all figures, in order; ``error`` comes last, if a case has one."""
+        """The names of all figures of the rows, in order; ``error`` comes last if a case has an error."""
         known = dict.fromkeys(key for row in self.rows for key in row)
         names = [name for name in known if name not in {parameter.name for parameter in self.parameters}]
         return tuple(sorted(names, key=lambda name: name == "error"))
@@ -218,16 +228,17 @@ def sweep_cases(
     replan: Replan | None = None,
     num_processes: int | None = None,
 ) -> Sweep:
-    """Simulate every combination of the parameters' values, the last parameter changing fastest, on all cores.
+    """Simulate every combination of the parameters' values on all cores; the last parameter changes fastest.
 
-    A case that cannot be simulated has the reason as ``error``. Raises MeshwrightError for a parameter with no usable
-    value: plan and scenario do not have it, or all its values are of the wrong type.
+    A case that cannot be simulated has the reason as ``error``. The other arguments are those of `simulate_scenario`
+    and `simulate_plans`. Raises MeshwrightError for a parameter without a usable value: plan and scenario do not have
+    the parameter, or all its values are of the wrong type.
     """
     count = int(np.prod([len(parameter.values) for parameter in parameters], dtype=object))
     if not 1 <= count <= MAX_CASES or len({parameter.name for parameter in parameters}) < len(parameters):
         raise ScenarioError(
-            f"{count} cases of {', '.join(parameter.name for parameter in parameters)} were asked for; expected 1 to "
-            f"{MAX_CASES}, and each parameter once."
+            f"{count} cases of {', '.join(parameter.name for parameter in parameters)} were requested; expected 1 to "
+            f"{MAX_CASES} cases, and each parameter once."
         )
     for parameter in parameters:
         _check_values(parameter, plan, scenario)

@@ -1,11 +1,12 @@
 """The parameters of a sweep: their names and values, and how to set them in plan and scenario.
 
-    plan.num_microbatches=4,8,16        a field of the plan; of its parts plan.exchange.bucket_bytes, plan.stages.0.stop
-    slow-device.factor=1..3:5           a field of the scenario's effect of that kind: five values from 1 to 3
-    slow-link.2.bandwidth=1..16:5log GB/s   of the second effect of that kind: five values at constant ratio
+    plan.num_microbatches=4,8,16        a field of the plan; nested fields: plan.exchange.bucket_bytes,
+                                        plan.stages.0.stop
+    slow-device.factor=1..3:5           a field of the scenario's slow-device effect: five values from 1 to 3
+    slow-link.2.bandwidth=1..16:5log GB/s   a field of the second slow-link effect: five values at constant ratio
     seed=0..9                           whole numbers
 
-A value is read as in a document, so it has its unit there.
+Values have the same form and units as in a plan or scenario document.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ Value = bool | int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A name (``plan.`` and a field, an effect's kind and field, or ``seed``) and its values."""
+    """A parameter of a sweep: its name (``plan.FIELD``, ``EFFECT.FIELD`` or ``seed``) and its values, in order."""
 
     name: str
     values: tuple[Value, ...]
 
 
 def read_parameter(text: str) -> Parameter:
-    """Read ``NAME=VALUES``. Raises ScenarioError for other text."""
+    """Read a parameter from text, ``NAME=VALUES``. Raises ScenarioError for other text."""
     name, separator, values = text.partition("=")
     if not separator or not name.strip() or not values.strip():
         raise ScenarioError(
-            f"--sweep {text!r} names no values; expected PARAMETER=VALUES, such as plan.num_microbatches=4,8,16 or "
-            "slow-device.factor=1..3:5."
+            f"--sweep {text!r} has no name or no values; expected PARAMETER=VALUES, such as "
+            "plan.num_microbatches=4,8,16 or slow-device.factor=1..3:5."
         )
     return Parameter(name=name.strip(), values=read_values(values))
 
@@ -68,7 +69,7 @@ def read_values(text: str) -> tuple[Value, ...]:
 def change_case(
     plan: Plan | Placement, scenario: Scenario, values: Mapping[str, Value]
 ) -> tuple[Plan | Placement, Scenario]:
-    """Return plan and scenario with some parameters set.
+    """Return plan and scenario with the parameters in ``values`` set, by name.
 
     Raises ScenarioError for a parameter that the scenario does not have or that cannot be swept, DocumentError for a
     field that the plan does not have or for a value of the wrong type, and PlanError for an impossible plan.
@@ -89,7 +90,10 @@ def change_case(
 
 
 def put_value(where: Any, path: Sequence[str | int], value: Value, name: str) -> None:
-    """Set the value at the end of a path in nested tables and lists, for the parameter ``name``."""
+    """Set the value at the end of ``path`` in nested tables and lists; ``where`` is changed.
+
+    ``name`` is the parameter's name, for messages. Raises ScenarioError if the path does not exist.
+    """
     for key in path[:-1]:
         where = where[_place(where, key, name)] if isinstance(where, list) else _table(where, name).setdefault(key, {})
     if isinstance(where, list):
@@ -100,7 +104,9 @@ def put_value(where: Any, path: Sequence[str | int], value: Value, name: str) ->
 
 def _table(where: Any, name: str) -> dict[str | int, Any]:
     if not isinstance(where, dict):
-        raise ScenarioError(f"The parameter {name!r} does not exist: {where!r} has no parts. Omit its last part.")
+        raise ScenarioError(
+            f"The parameter {name!r} does not exist: {where!r} has no fields. Omit the last part of the name."
+        )
     return where
 
 
@@ -109,7 +115,7 @@ def _place(where: Sequence[Any], key: str | int, name: str) -> int:
         return key
     if not _NUMBER.fullmatch(key) or int(key) >= len(where):
         raise ScenarioError(
-            f"The parameter {name!r} does not exist: {key!r} stands where a number from 0 to {len(where) - 1} is "
+            f"The parameter {name!r} does not exist: the name has {key!r} where a number from 0 to {len(where) - 1} is "
             "expected, the index of an item of a list."
         )
     return int(key)
@@ -146,8 +152,8 @@ def _path_in_scenario(name: str, scenario: Scenario) -> list[str | int]:
         )
     if len(rest) == 1 and len(places) > 1:
         raise ScenarioError(
-            f"The parameter {name!r} could be of {len(places)} effects; say which: {kind}.1.{rest[0]}, the first, to "
-            f"{kind}.{len(places)}.{rest[0]}."
+            f"The parameter {name!r} is ambiguous: the scenario has {len(places)} such effects. Give their number: "
+            f"{kind}.1.{rest[0]} to {kind}.{len(places)}.{rest[0]}."
         )
     return ["effects", places[which - 1], rest[-1]]
 
