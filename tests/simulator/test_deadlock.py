@@ -36,7 +36,8 @@ def test_the_circle_is_told_in_order():
         "The program can never finish: 6 of 7 streams wait for each other in a cycle, or for a stream in it. F0.0 "
         "(rank 0, compute) waits for receive 1→0.7 (rank 0, receive), which waits for send 1→0.7 (rank 1, send), which "
         "waits for F1.0 (rank 1, compute), which waits for receive 0→1.7 (rank 1, receive), which waits for send 0→1.7 "
-        "(rank 0, send), which waits for F0.0 (rank 0, compute). Change the order of these instructions in the schedule."
+        "(rank 0, send), which waits for F0.0 (rank 0, compute). Change the order of these instructions in the "
+        "schedule."
     )
 
 

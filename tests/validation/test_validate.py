@@ -237,12 +237,12 @@ def test_own_steps_are_scored_by_source(run, tmp_path):
     (score,) = document["sets"]["mine.csv"]
     assert score["rows"] == len(korthikanti) == 2
     assert {reason["reason"]: reason["lines"] for reason in document["left_out"]} == {
-        "no plan expresses it: the optimizer Adafactor": [4],
+        "no plan can express the run: the optimizer Adafactor": [4],
         "no measured seconds (iter_time_s)": [5],
         "rows that a host's speed was fitted on": [6],
     }
     code, out, err = run("--steps", "mine.csv")
-    assert "1 left out: no plan expresses it: the optimizer Adafactor; line 4" in err
+    assert "1 left out: no plan can express the run: the optimizer Adafactor; line 4" in err
     assert "Korthikanti" in out
 
 
@@ -269,7 +269,7 @@ def test_own_steps_that_cannot_be_are_named_by_line_and_cell(run, tmp_path):
         said = next(text for text in err.splitlines() if f"left out: {column}: expected " in text)
         assert said.startswith("mine.csv: 1 left out")
         assert said.endswith(f"found {value!r} (line {line})")
-    assert "mine.csv: 1 left out: an id that a row above has; expected every id once, or none; line 7" in err
+    assert "mine.csv: 1 left out: the id of an earlier row; expected every id once, or an empty cell; line 7" in err
     code, out, err = run("--steps", "mine.csv", "--json")
     assert code == 0, err
     assert sorted(reason["lines"] for reason in json.loads(out)["left_out"]) == [[3], [4], [5], [6], [7]]

@@ -1,7 +1,7 @@
-"""Errors of predictions on public measurements, with folds fixed before the first fit, compared with baselines.
+"""Score predictions on public measurements, with folds fixed before the first fit, and compare them with baselines.
 
-`meshwright.validation.sets` names the data sets, `validate` scores them; the module of each set states what is left
-out.
+`meshwright.validation.sets` lists the data sets, `validate` scores them. The module of each data set describes its rows
+and which rows are left out of fits and scores.
 """
 
 from meshwright.validation.datasets import load_records, load_steps, load_table, read_table

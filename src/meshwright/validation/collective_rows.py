@@ -1,4 +1,4 @@
-"""Rows of measured collectives: the table of each, and the predictions of a fitted model, requested as by a user."""
+"""Rows of measured collectives: the table of each row, and the predictions of a fitted model for rows."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ if TYPE_CHECKING:
 
 
 def table_of(rows: Records, index: int) -> tuple[str, str, str]:
-    """Return the table of a row: a device, a version of NCCL, a file."""
+    """Return what identifies a row's table: (device, version of NCCL, file); the file is "" for vTrain's tables."""
     source = rows.source[index]
     return rows.device[index], rows.software[index], "" if "vTrain" in source else source
 
 
 def topology_of(device: str) -> Topology | None:
-    """Return the links inside the measured nodes of a kind of device, if they differ from pair to pair."""
+    """Return the links inside the measured nodes of a kind of device; None if all pairs of devices have equal links."""
     return load_topology("dgx1-v100") if device == "V100" else None
 
 
 def digest_rows(*tables: Records) -> str:
-    """SHA-256 of the rows of all tables, independent of their order."""
+    """Return the SHA-256 of the rows of all tables, independent of their order."""
     hashes = np.sort(np.concatenate([rows.row_hashes() for rows in tables]))
     return hashlib.sha256(hashes.astype("<u8").tobytes()).hexdigest()
 
 
 def fit_alike(ratios: Iterable[Floats]) -> Interval:
-    """Return the interval of measured / predicted over the percentiles of each kind of device; 1 lies in it.
+    """Return the 80 % interval of measured / predicted, in which every kind of device has the same weight.
 
-    ``ratios``: those of each kind, shape (rows of it,). So every kind counts the same, however many rows it has.
+    ``ratios``: for each kind of device, measured / predicted of its rows, shape (rows,). Each kind counts by its
+    percentiles, however many rows it has. The interval always includes 1.
     """
     pooled = np.concatenate([np.percentile(mine, range(1, 100)) for mine in ratios])
     found = fit_interval(pooled, np.ones(len(pooled)))
@@ -47,10 +48,10 @@ def fit_alike(ratios: Iterable[Floats]) -> Interval:
 
 
 def predict_rows(model: CollectiveModel, rows: Records, *, placed_only: bool = False) -> Predictions:
-    """Return predictions of rows of one op, in their order.
+    """Return the model's predictions of rows of one op, in their order.
 
-    With ``placed_only`` the model gets neither dtype nor concurrent groups. Raises MeasurementError if nothing
-    comparable was measured.
+    With ``placed_only`` the model receives neither the dtype nor the number of concurrent groups. Raises
+    MeasurementError if no comparable group was measured.
     """
     sizes = rows.size("bytes").astype(np.float64)
     places = list(zip(groups_of(rows), rows.dtype, rows.size("groups").tolist(), strict=True))
@@ -63,7 +64,7 @@ def predict_rows(model: CollectiveModel, rows: Records, *, placed_only: bool = F
         found = model.predict(rows.op[0], group, sizes[mine], **told)
         if found is None:
             raise MeasurementError(
-                f"No measured group is like {group} for {rows.op[0]}; measure one that crosses nodes."
+                f"No measured group is comparable to {group} for {rows.op[0]}; measure a group that crosses nodes."
             )
         seconds[mine], low_s[mine], high_s[mine] = found.seconds, found.low_s, found.high_s
         for row, name in zip(mine.tolist(), found.basis, strict=True):

@@ -3,23 +3,23 @@
 `score_collectives` gives all scores; `score_datasheet` those of datasheet costs, `score_shipped` those of shipped
 models, which `fit_datasheet_errors` and `fit_shipped` fit.
 
-    v100    sizes left out in folds: `meshwright.validation.series`; and a cluster never profiled: fitted on two nodes
-            of eight V100, scored on the groups of four nodes that cross nodes, 64 MiB and more
-    nccl    groups of 4 of NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
-            6, 7 of vTrain's all-reduces, fitted on 2, 4 and 8; 1 MiB and more; the smallest and the largest messages of
-            each table apart; what ships, asked for tables that it has not seen; and costs by
-            datasheet, with the interval of the other kinds of device
+    v100    message sizes left out in folds (`meshwright.validation.series`); and a cluster that was never profiled:
+            fitted on two nodes of eight V100, scored on groups that cross the nodes of four, 64 MiB and more
+    nccl    groups of 4 in NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
+            6 and 7 of vTrain's all-reduces, fitted on 2, 4 and 8; all for 1 MiB and more, and separately for the
+            smallest and the largest messages of each table. Also the shipped models, on tables that they were not
+            fitted on, and costs by datasheet, with the interval of the other kinds of device
 
-`fit_collectives` sees the training rows alone; no number in it is tuned on others. The choice of its form is different:
-NCCL's sources, groups inside one node of the V100s and groups of 4 of vTrain's tables (training rows here) settled most
-of how the transfer goes, but three choices were made after a look at scores of scored rows: trees where no ring closes,
-the geometric mean of the two neighbouring groups, and one line for all series of a layout
-(docs/concepts/collectives.md). Scores that these reach say so.
+`fit_collectives` is fitted on the training rows alone; none of its numbers is tuned on other rows. Its form was chosen
+differently: most of it follows from NCCL's sources, groups inside one node of the V100s and groups of 4 of vTrain's
+tables (training rows here). But three choices were made after a look at scores of scored rows: trees where no ring
+closes, the geometric mean of the two neighbouring groups, and one line for all series of a layout
+(docs/concepts/collectives.md). Scores that depend on these choices carry a note.
 
-Baselines, fitted on the same rows by least squares of relative errors with terms that are not negative: the line
-α·steps + β·(bytes through the port) of the ring (on the tables fitted on messages of the scored sizes, 1 MiB and more;
-for the end sizes on all), and on the cluster five terms with NIC sharing: 1, steps, log₂ n, bytes by the group's link,
-bytes by the NIC.
+Baselines are fitted on the same rows by least squares of relative errors, with terms that are not negative. One is the
+line α·steps + β·(bytes through the port) of the ring (on the NCCL tables it is fitted on messages of the scored sizes,
+1 MiB and more; for the end sizes on all). On the cluster there is also a sum of five terms with NIC sharing: 1, steps,
+log₂ n, bytes by the group's link, bytes by the NIC.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ _BASIS: tuple[Basis, ...] = ("roofline",)
 
 
 def fit_datasheet_errors(inside: Records, across: Records) -> DatasheetErrors:
-    """Return the factors of each op among the rows, whose devices are those of shipped clusters."""
+    """Return, by op, the interval of measured / estimated of costs by datasheet, inside a node and across nodes.
+
+    The rows' devices must have shipped datasheets.
+    """
     inner, outer = collective_rows(inside), crossing_rows(across)
     return DatasheetErrors(
         source=_ERRORS_SOURCE,
@@ -82,7 +85,10 @@ def fit_datasheet_errors(inside: Records, across: Records) -> DatasheetErrors:
 # and across nodes on two nodes for four, so that no row is in its own interval. Every kind of device counts the same,
 # by the percentiles of its measured / estimated, however many rows it has.
 def score_datasheet() -> tuple[Score, ...]:
-    """Score costs by datasheet: of each kind of device, by the interval of the others; of four nodes, by two's."""
+    """Score costs by datasheet, per op.
+
+    The interval of each kind of device is fitted on the other kinds; that across four nodes on two nodes.
+    """
     rows, crossing = collective_rows(load_records("nccl")), crossing_rows(load_records("v100"))
     asked = {device: (rows.select(rows.device != device), rows.where(device=device)) for device in set(rows.device)}
     parts = {f"{device} {{}} by datasheet": asked[device] for device in sorted(asked)}
@@ -102,13 +108,16 @@ def score_datasheet() -> tuple[Score, ...]:
 
 
 def crossing_rows(rows: Records) -> Records:
-    """Return the usable rows of groups that cross nodes."""
+    """Return the rows of groups that cross nodes and can be fitted (`collective_rows`)."""
     usable = collective_rows(rows)
     return usable.select(np.array([group.num_nodes > 1 for group in groups_of(usable)], bool))
 
 
 def estimate_rows(rows: Records) -> tuple[Floats, Floats]:
-    """Return seconds by datasheet of rows of one op, and of their smallest messages: both of shape (rows,)."""
+    """Return, for rows of one op, seconds by datasheet, and the latency (seconds of the smallest message).
+
+    Both have shape (rows,).
+    """
     estimated, latency_s = np.empty(len(rows)), np.empty(len(rows))
     sizes, names = rows.size("bytes").astype(np.float64), ("nodes", "devices_per_node", "ranks", "stride")
     places = list(zip(rows.device, groups_of(rows), *(rows.size(name).tolist() for name in names), strict=True))
@@ -161,7 +170,7 @@ LeftOut = dict[str, list[tuple[Records, Predictions]]]
 # kinds. Only the A100 was measured by two parties; the other tables of a kind come from one. For ops that no table of a
 # kind has, Alpa's measurements inside a node of V100s are used.
 def fit_shipped() -> ShippedCollectives:
-    """Return the models of all kinds of device in the NCCL tables, fitted to their rows."""
+    """Return a model for each kind of device in the NCCL tables, fitted to all its rows, as shipped."""
     usable = _with_profiled(collective_rows(load_records(_DATASET)))
     kinds = []
     for device in sorted(set(usable.device)):
@@ -178,9 +187,9 @@ def fit_shipped() -> ShippedCollectives:
 
 
 def score_shipped() -> tuple[Score, ...]:
-    """Score each table by the model of the other tables of its kind of device, by kind and op.
+    """Score each NCCL table with a model that is fitted on the other tables of its kind of device, per kind and op.
 
-    Intervals come from the other kinds. Costs by datasheet are scored for comparison.
+    Intervals come from the other kinds of device. Costs by datasheet are scored for comparison.
     """
     left_out = leave_tables_out()
     scores = []
@@ -198,9 +207,9 @@ def score_shipped() -> tuple[Score, ...]:
 
 @cache
 def leave_tables_out() -> LeftOut:
-    """Return, for each kind of device with two tables or more, each table's rows by op and their predictions.
+    """Return, for each kind of device with two tables or more, pairs of (rows of one table and op, predictions).
 
-    The predictions come from the other tables of the kind.
+    The predictions come from a model that is fitted on the other tables of that kind.
     """
     rows = collective_rows(load_records(_DATASET))
     tables = np.array(["\n".join(table_of(rows, index)) for index in range(len(rows))], object)
@@ -219,7 +228,7 @@ def leave_tables_out() -> LeftOut:
 
 
 def fit_elsewhere(left_out: Mapping[str, list[tuple[Records, Predictions]]]) -> Interval:
-    """Return the interval of measured / predicted of tables left out."""
+    """Return the 80 % interval of measured / predicted over all pairs of `leave_tables_out`."""
     return fit_alike(
         np.concatenate([rows.seconds / said.seconds for rows, said in parts]) for parts in left_out.values()
     )
@@ -284,7 +293,7 @@ def score_collectives() -> tuple[Score, ...]:
 
 
 def score_new_cluster() -> tuple[Score, ...]:
-    """Score four nodes predicted from two: per op, all measured points except plateaus."""
+    """Score, per op, collectives on four nodes predicted from two nodes, with and without plateau points."""
     rows = load_records("v100")
     rows = rows.select(rows.op != "matmul")
     rows = rows.select(rows.size("devices_per_node") == _PER_NODE)
@@ -308,7 +317,7 @@ def score_new_cluster() -> tuple[Score, ...]:
 
 
 def score_new_groups() -> tuple[Score, ...]:
-    """Score group sizes that were left out of the NCCL tables, per file, and per device and op."""
+    """Score group sizes of the NCCL tables that were left out of the fit, per source, and per device and op."""
     tables = load_records("nccl")
     by_vtrain = np.array(["vTrain" in source for source in tables.source])
     return (

@@ -1,22 +1,22 @@
-"""Errors of op costs on a CPU for models that were not measured.
+"""Score op costs on a CPU for models whose ops were not measured.
 
-Data: ops of zoo models on one core, measured by `meshwright measure`, each model in a table of its own
-(``data/cpu_ops.parquet``; machine, versions and date are in its rows). Scored are one transformer and one
-convolutional model, drawn before the first fit (``splits/cpu_ops_*.json``, fold 0). All their batch sizes are left
-out, and so is every row of another model that shares a key with them, at any batch size.
+Data: ops of zoo models on one core, measured by `meshwright measure`, each model in its own table
+(``data/cpu_ops.parquet``; machine, versions and date are in its rows). One transformer and one convolutional model are
+scored, drawn before the first fit (``splits/cpu_ops_*.json``, fold 0). All their batch sizes are left out of the fit,
+and so is every row of another model that shares a key with them, at any batch size.
 
-Arms: ours (`cost.ops`); the roofline of the shipped description of a CPU, a view counting as one launch; the roofline
-times one constant per pass, the median of the training rows; the nearest measured op of the same kind, times the ratio
-of the rooflines; ours with the op's role in its model, the last part of its module's path without digits (``wq``,
-``downsample``), as part of what makes ops alike. The role made others in turn worse (median 24.4 instead of 22.2 on
-twelve of them), so no cost uses it.
+Arms: "ours" (`cost.ops`); the roofline of the shipped description of a CPU, where a view counts as one launch; the
+roofline times one constant per pass, the median of the training rows; the nearest measured op of the same kind, times
+the ratio of the rooflines; and ours with the op's role in its model, the last part of its module's path without digits
+(``wq``, ``downsample``), as one more feature. The role made the figures of "others in turn" worse (median 24.4 instead
+of 22.2 on twelve models), so no cost uses it.
 
-Ours was formed on all models but the scored two, leaving out one of them after the other. Those figures are shown as
-"others in turn": they prove nothing, because the form was chosen on them. Adding to gradients is measured as a
-difference of two passes; two models that share a key give figures that differ by 40 % (median), so it is only
-reported.
+The form of ours was chosen on all models except the scored two, leaving out one of them after the other. Those figures
+are shown as "others in turn": they prove nothing, because the form was chosen on them. Adding to gradients is measured
+as a difference of two passes; two models that share a key give figures that differ by 40 % (median), so these figures
+are only reported, without a target.
 
-Totals are all ops of a model in one pass, each as often as it was timed, their intervals added by `cost.costs`.
+Totals sum all ops of a model in one pass, each as often as it was timed; `cost.costs` adds their intervals.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ _RESOLUTION_S = 2e-7
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpPredictions:
-    """One pass of ops that were left out; arrays of shape (ops,). ``arms`` are the seconds that the baselines say.
+    """Measured and predicted seconds of ops in one pass; arrays of shape (ops,).
 
-    ``num_timeless``: ops besides these whose measured time is zero; nearly all of them have nothing to do in the pass.
+    ``counts``: how often each op was timed. ``arms``: the seconds of the baselines, by name. ``num_timeless``: further
+    ops, which are not scored because their measured time is zero; nearly all of them compute nothing in the pass.
     """
 
     keys: tuple[str, ...]
@@ -72,9 +73,9 @@ class OpPredictions:
 
 
 def score_cpu_ops(*, quick: bool = False) -> tuple[Score, ...]:
-    """Return errors on the scored models per pass and arm.
+    """Return the errors on the two scored models, per pass and arm.
 
-    Unless ``quick``, also those of every other model left out in turn.
+    Unless ``quick``, also return the errors on every other model, each left out of the fit in turn.
     """
     models, scored = rows_by_model(), scored_models()
     name = " + ".join(scored)
@@ -96,7 +97,7 @@ def score_cpu_ops(*, quick: bool = False) -> tuple[Score, ...]:
 
 
 def scored_models() -> tuple[str, ...]:
-    """Return the two models that the committed draw leaves out."""
+    """Return the two models that are scored, from the committed files ``splits/cpu_ops_*.json``."""
     return tuple(models[read_folds(name, models).tolist().index(0)] for name, models in DRAWN.items())
 
 
@@ -110,9 +111,10 @@ def rows_by_model() -> dict[str, Records]:
 def answer_left_out(
     models: dict[str, Records], left_out: Sequence[str], asked: Sequence[str]
 ) -> dict[Pass, OpPredictions]:
-    """Every arm on the ops of the models ``asked``, fitted without those ``left_out`` and all relatives of their keys.
+    """Return, by pass, the predictions of every arm for the ops of the models ``asked``.
 
-    Raises MeasurementError if a row is to be scored that was fitted on.
+    The arms are fitted on all models that are not ``left_out``, without ops that share a key with those models at any
+    batch size. Raises MeasurementError if a row of ``asked`` was fitted on.
     """
     hidden = {relatives(row.key) for model in left_out for row in _ops(models[model])}
     training: list[OpMeasurement] = []

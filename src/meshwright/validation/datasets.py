@@ -1,7 +1,7 @@
-"""The public measurements that ship with Meshwright, as rows; their sources and licences are in ``data/README.md``.
+"""Load the public measurements that ship with Meshwright; ``data/README.md`` lists their sources and licences.
 
-Tables of kernels and collectives are measurement tables (parquet, `meshwright.records`), made from the originals by
-``scripts/import_public_data.py``; step times keep the columns of their source.
+Tables of kernels and collectives are measurement tables (parquet, `meshwright.records`), which
+``scripts/import_public_data.py`` makes from the originals. Tables of training steps are CSV files.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ StepRow = dict[str, str]
 
 
 def load_records(name: str) -> Records:
-    """Return a shipped measurement table: ``v100``, ``kernels``, ``nccl``, ...
+    """Return a shipped measurement table by its name: ``v100``, ``kernels``, ``nccl``, ...
 
-    Raises DocumentError for another name.
+    Raises DocumentError for an unknown name.
     """
     from meshwright.records.parquet import read_records  # noqa: PLC0415  (pyarrow: steps and lists need none)
 
@@ -36,15 +36,15 @@ def load_records(name: str) -> Records:
 
 
 def load_table(name: str) -> list[StepRow]:
-    """Return a shipped table (CSV) as rows. Raises DocumentError for another name."""
+    """Return a shipped CSV table as rows, text by column. Raises DocumentError for an unknown name."""
     with resources.as_file(_find(f"{name}.csv", f"{name}.csv.gz")) as path:
         return read_table(path)
 
 
 def load_graph(name: str) -> Graph:
-    """Return the graph of a measured model: one of the shipped ones, or of those beside the tables.
+    """Return the graph of a measured model: a shipped graph, or one in the folder of the measurements.
 
-    DocumentError if none.
+    Raises DocumentError for an unknown name.
     """
     if name in shipped_graphs():
         return load_shipped_graph(name)
@@ -53,12 +53,12 @@ def load_graph(name: str) -> Graph:
 
 
 def load_steps(*, single_node: bool = False) -> list[StepRow]:
-    """Measured training steps of 278 setups, or with ``single_node`` vTrain's 736 on one node of A100s."""
+    """Return measured training steps of 278 setups; with ``single_node``, vTrain's 736 setups on one node of A100s."""
     return load_table("training_steps_single_node_vtrain" if single_node else "training_steps")
 
 
 def load_all_steps() -> list[StepRow]:
-    """Every measured training step that ships: those of `load_steps`, and Alpa's on V100."""
+    """Return all shipped training steps: both tables of `load_steps`, and Alpa's steps on V100."""
     return [*load_steps(), *load_steps(single_node=True), *load_table("training_steps_alpa")]
 
 
@@ -69,7 +69,7 @@ def read_table(path: Path | str) -> list[StepRow]:
 
 
 def read_lines(path: Path | str) -> list[tuple[int, StepRow]]:
-    """Return the same as `read_table`, each row with the line on which it starts."""
+    """Return the rows of a CSV file as `read_table` does, each with the number of the line on which it starts."""
     path = Path(path)
     return number_rows(read_unpacked(path), path)
 

@@ -1,6 +1,6 @@
 """Training steps of plain PyTorch on an H100, each as a plan for one device.
 
-``data/steps_cuda.csv``, and ``data/steps_cuda_compiled.csv`` of steps whose model was compiled by torch.
+The steps are those of ``data/steps_cuda.csv``, and of ``data/steps_cuda_compiled.csv``, where torch compiled the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CLUSTER = "1xH100"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRun:
-    """What was run: a plan of one stage and one microbatch, its graph, the device and its costs."""
+    """A measured run as a plan of one stage and one microbatch, with its graph, cluster and cost model."""
 
     plan: Plan
     graph: Graph
@@ -31,9 +31,9 @@ class GpuRun:
 
 
 def read_run(row: StepRow, *, compiled: bool = False) -> GpuRun:
-    """Return the run of a row, with compiled layers or without.
+    """Return the run of a row; ``compiled``: its layers are compiled.
 
-    The measured loop holds what the model gives, besides the loss, until a step is done.
+    In the measured loop, the model's logits stay in memory until the step is done, so they are outputs of the graph.
     """
     graph, cluster = load_graph(row["model"]), load_cluster(_CLUSTER)
     losses = [op for op in graph.ops if (known := operators().get(name_in(op.kind))) and known.output == "loss"]

@@ -1,12 +1,16 @@
-"""Errors of the step times that `plan` and `simulate` print, compared with plain PyTorch on a GPU.
+"""Score the step times that `plan` and `simulate` print against plain PyTorch on a GPU.
 
-    device seconds          Σ costs of all ops and of the optimizer step, against the sum of kernels of a profiled step
-    bound by the device     the simulated step, against steps in a row; the device is busy for 90 % of them or more
-    bound by the host       the same for all other rows, against the nearest of a step in a row and one that is waited
-                            for: hosts and waits move these by a fifth either way
+A step is measured in two ways: in a row of steps without synchronisation ("in a row"), and with a wait for the device
+after each step ("waited for").
+
+    device seconds          sum of the costs of all ops and of the optimizer step, against the kernels of a profiled
+                            step
+    bound by the device     the simulated step, against steps in a row; rows whose device is busy for 90 % or more
+    bound by the host       the simulated step of all other rows, against the nearest value between the two measured
+                            times, which differ by up to a fifth with host and waits
     forward, backward       parts of the simulated first step, against those of steps that are waited for
-    compiled                the simulated step with compiled layers, against steps in a row of the whole model
-                            compiled by torch, whose loss was not
+    compiled                the simulated step with compiled layers, against steps in a row of a model that torch
+                            compiled as a whole, without its loss
 
 Rows: ``data/steps_cuda.csv``, ``data/steps_cuda_compiled.csv``. No constant of the cost model comes from them.
 """
@@ -38,7 +42,10 @@ _BOUND_BY_DEVICE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOnGpu:
-    """The prediction of `plan` for one step: seconds with their 80 % interval, and the device's busy seconds."""
+    """The prediction of `plan` for one step, in seconds: step time with its 80 % interval, and its parts.
+
+    ``device_s``: the sum of all ops and the optimizer step on the device.
+    """
 
     seconds: float
     low_s: float
@@ -49,7 +56,7 @@ class StepOnGpu:
 
 
 def score_gpu_steps() -> tuple[Score, ...]:
-    """Every part of the steps on an H100."""
+    """Score every part of the module's table, on the steps on an H100."""
     rows = load_table(TABLE)
     found = [predict_on_gpu(row) for row in rows]
     step_s = np.array([item.seconds for item in found])
@@ -91,7 +98,7 @@ def _score_compiled() -> Score:
 
 
 def predict_on_gpu(row: StepRow, *, compiled: bool = False) -> StepOnGpu:
-    """Return the prediction of `plan` for a row of ``steps_cuda.csv``, or for one with compiled layers."""
+    """Return the prediction of `plan` for a row of ``steps_cuda.csv``; ``compiled``: with compiled layers."""
     run = read_run(row, compiled=compiled)
     work, kind = run.plan.workload, run.cluster.device_kind(0)
     graph = replace(run.graph, compiled=True) if compiled else run.graph

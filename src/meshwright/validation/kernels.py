@@ -1,14 +1,15 @@
-"""Errors of the predictor of GPU kernels on public measurements (`score_kernels`): unseen sizes, devices; baselines.
+"""Score the predictor of GPU kernels on public measurements (`score_kernels`): unseen sizes, unseen devices.
 
-Measured device: each fold of the keys (committed, the same for all devices and dtypes, so that the same sizes on a
-sister device do not give an answer away) is predicted from the others. Device left out: all its rows are predicted from
-the other devices, then after 5, 20 and 100 of its rows per dtype were given, in five draws.
+Measured device: each fold of the keys is predicted from the other folds. The folds are committed and the same for all
+devices and dtypes, so that the same sizes on a similar device do not give the answer away. Device left out: all its
+rows are predicted from the other devices, first without any of its rows, then with 5, 20 and 100 of its rows per dtype,
+in five random draws.
 
-How the forms were chosen: laws, features and settings were tried on folds 0 to 3 of all devices. Fold 4 was first
-scored when they were fixed; its figures are an arm of their own, "ours, untouched fold". Later changes were judged on
-folds 0 to 3 alone, each given others of these: more trees, then fewer of more questions (500 of seven), and the compute
-capability among what they see. Devices left out were looked at as well, also for how the residuals of several such
-devices are pooled, so the forms, but no number in them, have seen all four devices.
+How the form of the predictor was chosen: laws, features and settings were tried on folds 0 to 3 of all devices. Fold 4
+was first scored when they were fixed; its figures are a separate arm, "ours, untouched fold". Later changes were judged
+on folds 0 to 3 alone, each predicted from others of these: more trees, then fewer but deeper trees (500 of depth
+seven), and the compute capability as a feature. Devices left out were looked at as well, also for how the residuals of
+several such devices are pooled. So the form was chosen with all four devices in view, but none of its numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _CONSTANTS = np.exp(np.linspace(-2.0, 5.0, 701))
 
 
 def roofline_seconds(part: FitRows) -> Floats:
-    """Return the datasheet's roofline of every row, without a launch."""
+    """Return the roofline seconds of every row by the device's datasheet, without kernel launch time; shape (rows,)."""
     demand = _demand(part)
     bound: Floats = np.maximum(demand.flops, demand.memory)
     return bound
@@ -75,7 +76,10 @@ def best_constant(parts: Iterable[FitRows]) -> float:
 #     linear, SVM,      ln t on the logarithms of sizes, FLOPs, bytes, tiles and waves, with features selected: of each
 #     forest            cluster of features with Spearman's |ρ| > 0.95 to each other, the one that says most of ln t
 def fitted_arms(*, slow: bool) -> tuple[Arm, ...]:
-    """Return names and functions (training rows, rows to predict) -> seconds; without ``slow``, only closed forms."""
+    """Return the baselines as (name, function of training rows and rows to predict that returns seconds).
+
+    Without ``slow``, only closed forms are returned, no regressors.
+    """
     forms: tuple[Arm, ...] = (
         ("roofline", lambda _, test: roofline_seconds(test)),
         ("constant x roofline", lambda train, test: best_constant([train]) * roofline_seconds(test)),
@@ -125,7 +129,11 @@ def _learned(train: FitRows, test: FitRows, regressor: Regressor, most: int | No
 
 
 def select_features(features: Floats, target: Floats) -> NDArray[np.int64]:
-    """Return columns of features (rows, features): of each cluster of alike ones, the best at ranking the target."""
+    """Return the indices of selected columns of ``features``, shape (rows, features).
+
+    Features that rank the rows almost equally form a cluster; the feature of each cluster that ranks the target best is
+    selected.
+    """
     from sklearn.cluster import AgglomerativeClustering  # noqa: PLC0415
 
     ranks = np.argsort(np.argsort(np.column_stack([features, target]), axis=0), axis=0).astype(float)
@@ -174,7 +182,7 @@ GIVEN_TARGET = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelPredictions:
-    """Some rows of one fold or draw: measured seconds, our predictions, and those of the other arms by name."""
+    """Rows of one fold or draw: measured seconds, our predictions, and the seconds of the baselines by name."""
 
     fold: int
     measured: Floats
@@ -188,14 +196,17 @@ def kinds() -> dict[str, DeviceKind]:
 
 
 def folds_of(rows: Records, op: str) -> NDArray[np.int64]:
-    """Return the committed fold of each row, shape (rows,); ``rows``: all or some of the shipped rows of an op."""
+    """Return the committed fold of each row, shape (rows,); ``rows`` are shipped rows of the op ``op``."""
     keys = load_records("kernels").where(op=op).shapes
     known = dict(zip(keys, read_folds(SPLITS[op], list(keys)), strict=True))
     return np.array([known[key] for key in rows.shapes], np.int64)
 
 
 def given_rows(keys: list[str], draw: int, num_given: int) -> NDArray[np.bool_]:
-    """Return a mask (rows,) of a left-out device's rows that a draw gives: those of ``num_given`` random keys."""
+    """Return a mask, shape (rows,), of the rows with one of ``num_given`` random keys.
+
+    ``keys`` has the key of each row of a left-out device; ``draw`` is the number of the random draw.
+    """
     distinct = sorted(set(keys))
     order = np.random.default_rng([DRAW_SEED, draw]).permutation(len(distinct))[:num_given]
     given = {distinct[index] for index in order}
@@ -203,7 +214,10 @@ def given_rows(keys: list[str], draw: int, num_given: int) -> NDArray[np.bool_]:
 
 
 def score_kernels(*, quick: bool = False) -> tuple[Score, ...]:
-    """Return all scores; ``quick``: the untouched fold of bfloat16 products, and no arms that are slow to fit."""
+    """Return all scores of kernels.
+
+    ``quick``: score only the untouched fold of bfloat16 matrix products, without the baselines that are slow to fit.
+    """
     records = load_records("kernels")
     if quick:
         rows = records.select((records.op == "matmul") & (records.dtype == "bfloat16"))
@@ -217,7 +231,7 @@ def score_kernels(*, quick: bool = False) -> tuple[Score, ...]:
 
 
 def score_folds(rows: Records, op: str, folds: Sequence[int] = range(5), *, slow_arms: bool = True) -> Iterator[Score]:
-    """Score rows left out fold by fold on measured devices, per device, dtype and kernel family."""
+    """Score each fold of the rows of an op, predicted from the other folds, per device, dtype and kernel family."""
     fold_of = folds_of(rows, op)
     parts: dict[str, list[KernelPredictions]] = {}
     for fold in folds:
@@ -244,7 +258,7 @@ def score_folds(rows: Records, op: str, folds: Sequence[int] = range(5), *, slow
 
 
 def score_devices(rows: Records, op: str, devices: Sequence[str] = DEVICES) -> Iterator[Score]:
-    """Score every device left out, then given some of its rows, per dtype."""
+    """Score every device, per dtype, predicted from the other devices and 0, 5, 20 and 100 of its own rows."""
     for device in devices:
         others, own = rows.select(rows.device != device), rows.select(rows.device == device)
         model = fit_kernels(others, kinds())

@@ -1,30 +1,30 @@
-"""Errors of predicted bytes: for real training on this machine, and for published runs.
+"""Score predicted bytes: of real training on this machine, and of published runs.
 
-    training on this machine    `simulator.simulate_plan`, what `plan` and `simulate` print, against torch's own account
-                                of its allocations (``data/memory_training.csv``, by ``scripts/measure_memory.py``);
+    training on this machine    `simulator.simulate_plan`, which `plan` and `simulate` print, against the allocations
+                                that torch reports (``data/memory_training.csv``, by ``scripts/measure_memory.py``);
                                 with recomputed layers, `cost.memory.trace_step`
     pipelines on this machine   the same for every rank of plans of two to four stages, run by Meshwright's runtime
                                 (``data/memory_pipelines.csv``), and of plans with recompute
                                 (``data/memory_recompute.csv``), or sharded states (``data/memory_sharing.csv``)
-    training on an H100         `planner.evaluate_plan`, what decides whether a plan fits, against torch's allocator
-                                (``data/steps_cuda.csv``): allocated, and reserved from the driver for that
+    training on an H100         `planner.evaluate_plan`, which decides whether a plan fits, against torch's allocator
+                                (``data/steps_cuda.csv``): allocated bytes, and bytes reserved from the driver
     published runs              rows of ``data/training_steps.csv`` as plans (`step_plans`), evaluated as `plan` does:
-                                what is allocated (SimuMax on B200; Zero Bubble, as printed) or reserved (torchtitan) on
-                                the device that needs most
+                                the bytes allocated (SimuMax on B200; Zero Bubble, as printed) or reserved (torchtitan)
+                                on the device that needs most
     activation percentages      graphs of one layer from `templates`, split by `program`, against Korthikanti et al.,
                                 figure 7, whose values follow from a formula: a check, not an accuracy
 
-Nothing is fitted: the model counts tensors. What a published row says of its software decides whether attention is
-fused; everything else is as in our runtime, which allocates other buffers than Megatron-LM, Transformer Engine and
-torchtitan do (docs/concepts/memory.md). The 80 % interval around a row comes from the errors of the other
-configurations of the same set, never from its own.
+Nothing is fitted: the model counts tensors. The software of a published row decides whether attention is fused;
+everything else is as in our runtime, which allocates other buffers than Megatron-LM, Transformer Engine and torchtitan
+do (docs/concepts/memory.md). The 80 % interval around a row comes from the errors of the other configurations of the
+same set, never from its own.
 
-SimuMax leaves schedule and recompute empty: taken are 1F1B and none, as its launchers have it (MooreThreads/SimuMax,
-simu_tools/megatron_scripts/scripts). Zero Bubble does not say which memory was read; it is compared with what is
-allocated.
+SimuMax's rows leave schedule and recompute empty: 1F1B and no recompute are assumed, as in its launchers
+(MooreThreads/SimuMax, simu_tools/megatron_scripts/scripts). Zero Bubble does not say which memory was read; its figures
+are compared with the allocated bytes.
 
-A row of ``memory_pipelines.csv`` describes a plan; rows of ``memory_recompute.csv`` also state the recompute, those of
-``memory_sharing.csv`` what replicas shard.
+A row of ``memory_pipelines.csv`` describes a plan and one of its ranks; rows of ``memory_recompute.csv`` also state the
+recompute, rows of ``memory_sharing.csv`` the ZeRO stage and shard size.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ _FIGURE_7 = {"22B": (6144, 64), "175B": (12288, 96), "530B": (20480, 128), "1T":
 
 
 def score_memory() -> tuple[Score, ...]:
-    """All parts of the memory scores."""
+    """Return all scores of memory: every part of the module's table."""
     return (*score_training(), *score_pipelines(), *score_cuda(), *score_published(), score_percentages())
 
 
 def score_training() -> tuple[Score, ...]:
-    """Score peaks of real training on a CPU: ours, and the growth of the process."""
+    """Score peaks of real training on a CPU: our prediction, and the growth of the process as a baseline."""
     rows = load_table("memory_training")
     measured, predicted = _column(rows, "peak_bytes"), np.array([predict_row(row) for row in rows])
     part = "peak of training on a CPU"
@@ -108,7 +108,7 @@ def score_training() -> tuple[Score, ...]:
 
 
 def predict_row(row: StepRow) -> float:
-    """Peak bytes of a case of ``memory_training.csv``."""
+    """Return the predicted peak bytes of a row of ``memory_training.csv``."""
     size, optimizer = int(row["batch_size"]), _optimizer(row)
     if row["recompute"] == "none":
         return _simulated_peaks(even_plan(row["model"], 1, 1, size, 1, "1f1b", optimizer))[0]
@@ -143,9 +143,9 @@ def _simulated_peaks(plan: Plan) -> tuple[int, ...]:
 
 
 def score_cuda() -> tuple[Score, ...]:
-    """Score peaks of plain PyTorch on an H100, allocated and reserved.
+    """Score peaks of plain PyTorch on an H100: allocated and reserved bytes.
 
-    The note gives the margin that the errors require.
+    The note of the reserved bytes names the margin that covers 9 of 10 rows.
     """
     rows = load_table(TABLE)
     found = [predict_cuda(row) for row in rows]
@@ -169,7 +169,7 @@ def score_cuda() -> tuple[Score, ...]:
 
 
 def predict_cuda(row: StepRow) -> RankedPlan:
-    """Return the bytes of a row of ``steps_cuda.csv`` as a plan for one device."""
+    """Return the evaluated plan of a row of ``steps_cuda.csv``, which has the predicted bytes."""
     run = read_run(row)
     return evaluate_plan(run.plan, run.graph, run.cluster, run.cost)
 
@@ -180,7 +180,7 @@ def margin_needed(measured: Floats, predicted: Floats) -> float:
 
 
 def score_published() -> tuple[Score, ...]:
-    """Score peaks of published runs on GPUs."""
+    """Score the peak memory of published runs on GPUs."""
     rows = [row for row in load_steps() if row["peak_mem_gib"]]
     simumax = [row for row in rows if row["mem_kind"] == "peak allocated"]
     titan = [row for row in rows if row["framework"].startswith("torchtitan")]
@@ -202,11 +202,10 @@ def _score_ours(part: str, rows: Sequence[StepRow], unit: int, *, target: float 
 
 
 def predict_published(rows: Sequence[StepRow]) -> Floats:
-    """Return bytes of the fullest device of rows of published steps, shape (rows,).
+    """Return the predicted bytes of the fullest device of each row of published steps, shape (rows,).
 
-    They are reserved bytes of torchtitan's rows, else allocated ones.
-
-    Raises what keeps a row from becoming a plan.
+    They are reserved bytes for torchtitan's rows, allocated bytes for others. Raises InexpressibleError or another
+    MeshwrightError if a row cannot become a plan.
     """
     found = evaluate_steps([read_step(row) for row in rows])
     predicted = np.empty(len(rows))
@@ -218,7 +217,7 @@ def predict_published(rows: Sequence[StepRow]) -> Floats:
 
 
 def score_percentages() -> Score:
-    """Activation memory as a percentage of tensor parallelism alone."""
+    """Score activation memory as a percentage of that with tensor parallelism alone (Korthikanti et al., figure 7)."""
     rows = load_table("activation_memory_korthikanti_fig7")
     shares = np.array([predict_percentage(row["model"], row["technique"]) for row in rows])
     measured = _column(rows, "pct_of_tensor_parallel_baseline")
@@ -226,7 +225,10 @@ def score_percentages() -> Score:
 
 
 def predict_percentage(model: str, technique: str) -> float:
-    """Per cent of what tensor parallelism alone keeps in a layer of a model of figure 7."""
+    """Return a layer's activation memory with ``technique``, in per cent of that with tensor parallelism alone.
+
+    ``model``: a model of figure 7 of Korthikanti et al., such as "22B".
+    """
     hidden, heads = _FIGURE_7[model]
     shape = TransformerShape(
         layers=3,
@@ -304,7 +306,7 @@ SHARING_COLUMNS = (*PIPELINE_COLUMNS, "zero", "shard_size")
 
 
 def pipeline_plan(row: Mapping[str, Any]) -> Plan:
-    """Return the plan of a row."""
+    """Return the plan of a row of ``memory_pipelines.csv``, ``memory_recompute.csv`` or ``memory_sharing.csv``."""
     num_stages, replicas, size, count = (int(row[name]) for name in PIPELINE_COLUMNS[1:5])
     optimizer = Optimizer.named(row["optimizer"])
     plan = even_plan(row["model"], num_stages, replicas, size, count, row["schedule"], optimizer)

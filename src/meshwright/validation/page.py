@@ -1,4 +1,4 @@
-"""Scores as cells of a table and as a page in Markdown, with date, versions and the command that made it."""
+"""Write scores as cells of a table and as a page in Markdown, with date, versions and the command that made it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ Made on {date} by `{command}` with Python {python}, {packages}.
 
 
 def part_cells(scores: Sequence[Score]) -> list[list[str]]:
-    """Return texts for `PART_HEADINGS`: one row per arm of ours, with the best baseline of the same part beside it.
+    """Return the cells of a table with `PART_HEADINGS`: one row per arm of ours, with the best baseline of its part.
 
-    Ours are the arms that give an interval or have a target; the best baseline is that of the smallest ``judged``.
+    Arms of ours are those that have an interval or a target. The best baseline has the smallest value of the figure
+    with the target, or of MAPE without a target.
     """
     rows, notes = tabulate_scores(scores), list_notes(scores)
     cells = []
@@ -58,7 +59,7 @@ def part_cells(scores: Sequence[Score]) -> list[list[str]]:
 
 
 def score_cells(scores: Sequence[Score]) -> list[list[str]]:
-    """Return texts for `SCORE_HEADINGS`: a line that names the part, then one for each arm."""
+    """Return the cells of a table with `SCORE_HEADINGS`: for each part, a row with its name and a row for each arm."""
     cells: list[list[str]] = []
     before, notes = None, list_notes(scores)
     for row in tabulate_scores(scores):
@@ -70,12 +71,12 @@ def score_cells(scores: Sequence[Score]) -> list[list[str]]:
 
 
 def list_notes(scores: Sequence[Score]) -> list[str]:
-    """Return the notes of the scores, each once; a table marks a score by the place of its note, from 1 on."""
+    """Return the notes of the scores, each once; tables refer to a note by its number in this list, from 1."""
     return list(dict.fromkeys(score.note for score in scores if score.note))
 
 
 def number_notes(scores: Sequence[Score]) -> list[str]:
-    """Return the lines below a table of `score_cells` or `part_cells`."""
+    """Return the numbered notes, as lines below a table of `score_cells` or `part_cells`."""
     notes = list_notes(scores)
     return [f"{_mark(note, notes).strip()} {note}." for note in notes]
 
@@ -96,7 +97,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[list[str]]:
-    """One row per target: set, part, arm, figure, reached, wanted, met or missed."""
+    """Return the cells of a table with `TARGET_HEADINGS`: one row per target, with what was reached."""
     return [
         [
             dataset.name,
@@ -114,7 +115,7 @@ def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[li
 
 
 def scores_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> str:
-    """Return the page of all scores."""
+    """Return the page of all scores in Markdown (docs/accuracy.md)."""
     names = [dataset.name for dataset, _ in scored]
     named = [] if names == [dataset.name for dataset in DATASETS] else names
     head = _HEAD.format(

@@ -1,8 +1,8 @@
-"""Published training runs, each as a command of ``plan``: the published and the predicted figure (`compare_runs`).
+"""Compare published training runs with the predictions of `meshwright plan` (`compare_runs`).
 
 The runs are in ``data/published_runs.toml``, the shape files of their commands in ``data/published/`` (and, for readers
 of the page, in ``examples/published/``). No cost is fitted here: a function that is passed in plans each command as the
-command line does. They are written as rows, cells of a table, and a page (`published_page`).
+command line does. Results are written as rows, as cells of a table, and as a page (`published_page`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COMMAND = "meshwright validate --published --out docs/published.md"
 
 
 def cells(compared: Sequence[Compared]) -> list[list[str]]:
-    """Return texts for `HEADINGS`: one row per run, all times of one step."""
+    """Return the cells of a table with `HEADINGS`: one row per run; all times are those of one step."""
     return [
         [
             item.run.title,
@@ -68,7 +68,7 @@ def cells(compared: Sequence[Compared]) -> list[list[str]]:
 
 
 def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Return one plain row per run, for ``--json``."""
+    """Return one row of values by name per run, for ``--json``."""
     return [
         {
             **{key: value for key, value in asdict(item.run).items() if value},
@@ -84,7 +84,7 @@ def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def summarise(compared: Sequence[Compared]) -> str:
-    """Return the errors of the predictions, in one sentence."""
+    """Return one sentence: mean, median and largest error, and how many figures lie in the 80 % interval."""
     errors = [abs(item.error) for item in compared]
     inside = sum(item.inside for item in compared)
     runs = "1 run" if len(errors) == 1 else f"{len(errors)} runs"
@@ -95,7 +95,7 @@ def summarise(compared: Sequence[Compared]) -> str:
 
 
 def published_page(runs: PublishedRuns, compared: Sequence[Compared]) -> str:
-    """Return the page of all runs, in Markdown."""
+    """Return the page of all runs in Markdown (docs/published.md)."""
     head = _HEAD.format(date=datetime.now(UTC).strftime("%Y-%m-%d"), command=COMMAND, summary=summarise(compared))
     table = "".join("| " + " | ".join(row) + " |\n" for row in (HEADINGS, ["---"] * len(HEADINGS), *cells(compared)))
     causes = "".join(f"- {text}\n" for text in runs.causes)
@@ -110,7 +110,7 @@ def published_page(runs: PublishedRuns, compared: Sequence[Compared]) -> str:
 
 
 def run_section(item: Compared) -> str:
-    """Return the section of one run: the source of its figure, its command, what is predicted."""
+    """Return the page's section on one run: published figure and its source, command, prediction."""
     run, predicted = item.run, item.predicted
     derived = f" ({run.derived})" if run.derived else ""
     figure = f"{run.value:g} s per step" if run.unit == "s" else f"{run.value:,.5g} tokens/s per GPU"
@@ -158,10 +158,11 @@ SHAPES = "examples/published/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """A run that somebody measured, the figure that was published, and the command that plans it.
+    """A measured run, its published figure, and the command that plans it.
 
-    ``place`` says where in the source (``citation``, ``link``) the figure stands, ``derived`` how ``value`` follows
-    from the printed figure where it is not that itself. ``differs``: what of the run the command cannot say.
+    ``value`` is the figure, in ``unit``; ``place`` is where the source (``citation``, ``link``) prints it. ``derived``:
+    how ``value`` follows from the printed figure, "" if they are equal. ``differs``: what the command cannot express
+    about the run.
     """
 
     name: str
@@ -192,7 +193,7 @@ class PublishedRun:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The arguments after ``meshwright plan``, with the shipped shape files in place of those of the examples."""
+        """The arguments after ``meshwright plan``; paths in ``examples/published/`` become the shipped shape files."""
         words = shlex.split(self.command)[len(_COMMAND) :]
         return tuple(
             str(_data() / "published" / word.removeprefix(SHAPES)) if word.startswith(SHAPES) else word
@@ -202,7 +203,7 @@ class PublishedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OmittedRun:
-    """A well-known run that no command of ``plan`` can express today, and why."""
+    """A well-known run that no command of ``plan`` can express today, and the reason."""
 
     title: str
     reason: str
@@ -221,10 +222,10 @@ class PublishedRuns:
     def __post_init__(self) -> None:
         names = [run.name for run in self.runs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise DocumentError(f"Published runs: {', '.join(twice)} twice. Give every run a name of its own.")
+            raise DocumentError(f"Published runs: several are named {', '.join(twice)}. Give every run its own name.")
 
     def named(self, names: Sequence[str]) -> tuple[PublishedRun, ...]:
-        """Return the named runs, or all. Raises DocumentError for another name."""
+        """Return the runs with these names, or all runs without names. Raises DocumentError for an unknown name."""
         known = {run.name: run for run in self.runs}
         for name in names:
             if name not in known:
@@ -235,7 +236,7 @@ class PublishedRuns:
 
 
 class Predicted(NamedTuple):
-    """The prediction of ``plan`` for a run: devices, tokens of a step, seconds of a step and their 80 % interval."""
+    """The prediction of ``plan`` for a run: devices, tokens per step, seconds per step and their 80 % interval."""
 
     num_devices: int
     tokens: int
@@ -246,21 +247,21 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A run with its prediction, in seconds of a step whatever was published."""
+    """A published run with its prediction; both are compared in seconds per step."""
 
     run: PublishedRun
     predicted: Predicted
 
     @property
     def published_s(self) -> float:
-        """The published figure as seconds of a step."""
+        """The published figure in seconds per step; tokens/s per GPU are converted."""
         if self.run.unit == "s":
             return self.run.value
         return self.predicted.tokens / self.predicted.num_devices / self.run.value
 
     @property
     def error(self) -> float:
-        """The error of the predicted step in per cent of the published one; above 0 if the prediction is too slow."""
+        """The error of the predicted step in per cent of the published step; above 0 if the prediction is too slow."""
         return 100 * (self.predicted.step_s / self.published_s - 1)
 
     @property
@@ -270,12 +271,12 @@ class Compared:
 
 
 def load_runs(path: Path | None = None) -> PublishedRuns:
-    """Return the shipped runs, or those of a file. Raises DocumentError for an invalid file."""
+    """Return the shipped published runs, or those of a file. Raises DocumentError for an invalid file."""
     return read_document(PublishedRuns, path or _data() / "published_runs.toml")
 
 
 def compare_runs(runs: Sequence[PublishedRun], plan: Callable[[Sequence[str]], Predicted]) -> Iterator[Compared]:
-    """Predict one run after the other; ``plan`` gets the arguments after ``meshwright plan``."""
+    """Yield each run with its prediction; ``plan`` receives the arguments after ``meshwright plan``."""
     for run in runs:
         yield Compared(run=run, predicted=plan(run.words))
 

@@ -1,20 +1,20 @@
-"""Compare bubbles and speed of schedules with the figures that their authors state and measured (`score_schedules`).
+"""Compare the simulated bubbles and speed of schedules with the figures of the Zero Bubble paper (`score_schedules`).
 
-    Table 5    busy shares of schedules, computed by Qi et al. (ICLR 2024) from profiled times of stages; the same times
-               and our programs, so that what differs is the schedule or the simulator (`busy_share`)
-    Table 4    measured throughput of the same models: how much faster than under 1F1B
+    Table 5    busy shares of schedules, computed by Qi et al. (ICLR 2024) from profiled times of stages. Our programs
+               use the same times, so that only the schedule or the simulator can differ (`busy_share`)
+    Table 4    measured throughput of the same models, as the speed-up over 1F1B
 
-ZB-1p and ZB-2p of Table 5 are schedules found for the times, with p and 2p microbatches in memory. The first is
-compared with what `program.find_orders` finds; in every row it has the rate of ZB-H1, which replaces it in Table 4. The
-ZB-2p orders minimise the longest time of any one rank; ours minimise the time from the first to the last computation of
-all ranks. They cannot be compared.
+ZB-1p and ZB-2p of Table 5 are schedules that the authors searched for these times, with p and 2p microbatches in
+memory. ZB-1p is compared with the order that `program.find_orders` finds; in every row it has the rate of ZB-H1, which
+replaces it in Table 4. ZB-2p cannot be compared: its orders minimise the longest time of any single rank, ours the time
+from the first to the last computation of all ranks.
 
 Interleaved 1F1B is scored in two ways. In the authors' simulation (sail-sg/zero-bubble-pipeline-parallelism at f68d387,
 megatron/core/pipeline_parallel/efficiency.py) only the first of each p microbatches waits for the message from the last
-rank to the first, or back, so they state p messages less than the schedule needs.
+rank to the first, or back, so their rates include p messages less than the schedule needs.
 
-In theory a message takes no time from computation. If it occupies both of its ends, a schedule with v times the
-messages gains less: measured interleaved 1F1B lies between the two.
+In theory a message takes no time from computation. If a message occupies both of its ends, a schedule with v times the
+messages gains less: measured interleaved 1F1B lies between these two predictions.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SCHEDULE_NAMES: dict[Schedule, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights, a message."""
+    """Seconds of one stage for one microbatch: forward, input gradients, weight gradients, and a message."""
 
     forward_s: float
     input_gradient_s: float
@@ -76,12 +76,15 @@ class StageSeconds:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one microbatch in total."""
+        """The sum of all four times."""
         return self.forward_s + self.input_gradient_s + self.weight_gradient_s + self.transfer_s
 
 
 def longest_rank_ps(timeline: Timeline, opcodes: Sequence[Opcode]) -> int:
-    """Return the longest time of a rank from the start of its first to the end of its last such instruction."""
+    """Return the longest time (ps) of any rank from the start of its first to the end of its last such instruction.
+
+    Only instructions with one of the ``opcodes`` count.
+    """
     mine = np.isin(timeline.opcode, opcodes)
     rank = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track[mine]]
     begin = np.full(timeline.num_ranks, np.iinfo(np.int64).max)
@@ -93,7 +96,7 @@ def longest_rank_ps(timeline: Timeline, opcodes: Sequence[Opcode]) -> int:
 
 @lru_cache(maxsize=256)
 def build_pipeline(num_positions: int, num_microbatches: int, schedule: str, chunks: int) -> Program:
-    """Return the program of `lay_out`.
+    """Return the program of the plan that `lay_out` returns.
 
     Raises PlanError for a schedule that does not support this number of microbatches.
     """
@@ -101,7 +104,10 @@ def build_pipeline(num_positions: int, num_microbatches: int, schedule: str, chu
 
 
 def lay_out(num_positions: int, num_microbatches: int, schedule: str, chunks: int = 1) -> tuple[Plan, Graph]:
-    """Return a plan with a stage on each position; with ``chunks`` above 1 position i has i, i + positions, …."""
+    """Return a plan and its graph, a chain with one layer per stage: one stage on each position (rank).
+
+    With ``chunks`` above 1, position i has the stages i, i + ``num_positions`` and so on.
+    """
     graph = _chain(num_positions * chunks)
     stages = tuple(StagePlan(start=i, stop=i + 1, ranks=(i % num_positions,)) for i in range(num_positions * chunks))
     plan = Plan(
@@ -120,9 +126,9 @@ def lay_out(num_positions: int, num_microbatches: int, schedule: str, chunks: in
 # (a chain, a layer per part of the model) and the costs are made here. A position with v chunks gives each a v-th of
 # its times. Every pair of positions has its own link in each direction.
 def estimate_pipeline(program: Program, stages: Sequence[StageSeconds], *, blocking: bool) -> ProgramCosts:
-    """Return costs with a class for every opcode of every part of the model; a message holds the link of its positions.
+    """Return the costs of a program of `build_pipeline`, given the times of the stages of each position.
 
-    ``stages``: one for each position. ``blocking``: a message also occupies both of its ends.
+    A message holds the link between its two positions. ``blocking``: it also takes processor time at both of its ends.
     """
     num_parts = len(np.unique(program.body.stage[program.body.stage >= 0]))
     chunks = num_parts // len(stages)
@@ -205,7 +211,10 @@ def _chain(length: int) -> Graph:
 #     busy share     m (F + B + W) / cost, one minus the bubble rate
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualStages:
-    """p positions, m microbatches, v chunks on each position, and what a position takes for a microbatch."""
+    """A pipeline of equal positions (ranks): p positions, m microbatches, v chunks on each position.
+
+    ``stage``: the seconds of a position for a microbatch.
+    """
 
     num_positions: int
     num_microbatches: int
@@ -222,10 +231,11 @@ class EqualStages:
 def busy_share(
     pipeline: EqualStages, schedule: str, *, blocking: bool = False, rounds_wait_together: bool = False
 ) -> float:
-    """Return the share of a schedule's cost in which ranks compute.
+    """Return the share (0..1) of a schedule's time in which ranks compute, one minus the bubble rate.
 
-    ``blocking``: a message also occupies both of its ends for C. ``rounds_wait_together``: see `_wait_by_rounds`.
-    Raises PlanError for a schedule that does not support this number of microbatches.
+    ``blocking``: a message also occupies both of its ends. ``rounds_wait_together``: only the first microbatch of a
+    round waits for messages between the last and the first position, as in the authors' simulation. Raises PlanError
+    for a schedule that does not support this number of microbatches.
     """
     program = _build(pipeline, schedule)
     if rounds_wait_together:
@@ -235,9 +245,10 @@ def busy_share(
 
 
 def found_share(pipeline: EqualStages, most_kept: int) -> float:
-    """Return the busy share of the shortest order found for one stage per rank with ``most_kept`` microbatches.
+    """Return the busy share of the shortest order found for one stage per rank.
 
-    Its cost is the time from the first computation of all ranks to the last one, no less than that of any rank.
+    Ranks hold at most ``most_kept`` microbatches. The time of an order is that from the first computation of all ranks
+    to the last.
     """
     stage, one = pipeline.stage, np.ones(pipeline.num_positions, np.int64)
     message_ps = one[1:] * to_picoseconds(stage.transfer_s)
@@ -298,7 +309,10 @@ _BLOCKING_NOTE = "form chosen with these rows in view: what a message takes from
 
 
 def score_schedules(*, quick: bool = False) -> tuple[Score, ...]:
-    """Score both tables: twelve setups of four models; with ``quick`` orders are found for the first setup of each."""
+    """Score both tables: twelve setups of four models.
+
+    With ``quick``, orders are searched only for the first setup of each model.
+    """
     rows = load_table("zero_bubble_rates_table5")
     pipelines = [find_pipeline(row) for row in rows]
     found = {name: _shares(pipelines, name) for name in SCHEDULES}

@@ -3,12 +3,12 @@
 error = |predicted - measured| / measured        coverage = share of rows inside the 80 % interval
 MAPE = mean error · 100                          width = median of (high - low) / predicted
 
-How well predictions order layouts is asked among runs that a planner would choose between. Runs of one job (the same
-model, devices and batch) are compared with each other only; jobs with one run say nothing.
+The order of predicted runs is scored, too, within jobs: runs of the same model, devices and batch, between which a
+planner would choose. Runs are compared only with other runs of their job; jobs with one run are ignored.
 
-    tau       (concordant - discordant) / pairs over the pairs of all jobs (Kendall, 1938); pairs that were measured
-              within `_TIE` of each other are left out, pairs that are predicted alike count for neither
-    regret    measured time of the run predicted fastest / that of the fastest - 1, mean over the jobs
+    tau       (concordant - discordant) / pairs over the pairs of all jobs (Kendall, 1938); pairs whose measured times
+              differ by less than 1 % are left out, pairs with equal predictions count as neither
+    regret    measured time of the run that is predicted fastest / time of the fastest run - 1, mean over the jobs
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 # where that would give the answer away) share a fold.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Folds of the distinct keys of a data set, in sorted order: ``folds[i]`` is the digit of key i."""
+    """The folds of a data set's distinct keys in sorted order: ``folds[i]`` is the fold, one digit, of key i.
+
+    ``keys_sha256`` is the hash of these keys.
+    """
 
     dataset: str
     seed: int
@@ -51,7 +54,7 @@ class Split:
 
 
 def draw_split(dataset: str, keys: Sequence[str], *, num_folds: int = 5, seed: int) -> Split:
-    """Assign the distinct keys to ``num_folds`` (at most 10) folds of equal size, in an order that the seed gives."""
+    """Assign the distinct keys to ``num_folds`` (at most 10) folds of equal size, in a random order by ``seed``."""
     distinct = sorted(set(keys))
     folds = np.arange(len(distinct)) % num_folds
     np.random.default_rng(seed).shuffle(folds)
@@ -80,14 +83,17 @@ def read_folds(dataset: str, keys: Sequence[str]) -> NDArray[np.int64]:
         )
     if draw_split(dataset, distinct, num_folds=split.num_folds, seed=split.seed).folds != split.folds:
         raise DocumentError(
-            f"The folds of {dataset!r} are not those that seed {split.seed} deals out. Restore the file."
+            f"The folds of {dataset!r} are not those that seed {split.seed} draws. Restore the committed file."
         )
     places = dict(zip(distinct, split.folds, strict=True))
     return np.array([int(places[key]) for key in keys], np.int64)
 
 
 def refuse_seen(dataset: str, fitted: NDArray[np.uint64], scored: NDArray[np.uint64]) -> None:
-    """Raise MeasurementError if a predictor was fitted on rows that it is to be scored on; both are hashes of rows."""
+    """Raise MeasurementError if a predictor was fitted on rows on which it would be scored.
+
+    ``fitted`` and ``scored`` are hashes of rows (`Records.row_hashes`).
+    """
     seen = int(np.isin(scored, fitted).sum())
     if seen:
         raise MeasurementError(
@@ -102,12 +108,13 @@ def _digest(keys: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Errors of one arm on one part of a data set, all in per cent but ``num_rows``.
+    """The errors of one arm (our predictor or a baseline) on one part of a data set.
 
-    ``arm``: ours or the baseline's name. ``target``: the figure that ``judged`` ("mape", "median" or "worst") is to
-    reach; None for baselines and for parts that are only reported. ``note``: what a reader of the figure has to know of
+    All figures are in per cent, except ``num_rows`` and ``tau`` (-1 to 1). ``coverage`` and ``width`` are those of the
+    80 % intervals. ``target``: the value that the figure named by ``judged`` ("mape", "median" or "worst") should
+    reach at most; None for baselines and for parts that are only reported. ``note``: what a reader has to know about
     the rows (how many are not scored, whether the form was chosen with them in view); shown below the table. ``tau``
-    (from -1 to 1) and ``regret``: how well the order of runs of one job is predicted (below).
+    and ``regret``: how well the order of runs within a job is predicted (see the module's docstring).
     """
 
     dataset: str
@@ -128,7 +135,7 @@ class Score:
 
     @property
     def met(self) -> bool | None:
-        """Return whether the target is reached; None without a target."""
+        """Whether the target is reached; None without a target."""
         return None if self.target is None else bool(getattr(self, self.judged) <= self.target)
 
 
@@ -144,17 +151,17 @@ def score_rows(
     note: str = "",
     jobs: Sequence[Hashable] = (),
 ) -> Score:
-    """Score predictions of n rows (shape (n,), all positive) that the arm was not fitted on.
+    """Score predictions of n rows on which the arm was not fitted; ``measured`` has shape (n,).
 
-    ``jobs``: of each row, what it is a run of, where the order within jobs is to be scored, too.
-
-    Raises MeasurementError for no rows, and for figures that are not positive and finite.
+    ``predicted`` may have intervals. ``judged`` names the figure to compare with ``target``. ``jobs``: the job of each
+    row; if given, the order within jobs is scored, too. Raises MeasurementError for no rows, and for values that are
+    not positive and finite.
     """
     seconds = predicted if isinstance(predicted, np.ndarray) else predicted.seconds
     if not len(measured) or not (_sound(measured) and _sound(seconds)):
         raise MeasurementError(
-            f"{dataset}, {part}, {arm}: {len(measured)} rows; expected at least one, and positive finite figures on "
-            "both sides. Leave rows out that say nothing."
+            f"{dataset}, {part}, {arm}: {len(measured)} rows; expected at least one row, and positive, finite measured "
+            "and predicted values in all rows. Leave out other rows."
         )
     errors = 100.0 * np.abs(seconds - measured) / measured
     ranking = rank_runs(jobs, measured, seconds) if jobs else None
@@ -192,7 +199,10 @@ _TIE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """How well an order is predicted: ``tau`` from -1 to 1, ``regret`` in per cent; None if unknown."""
+    """How well the order of runs is predicted, over ``num_jobs`` jobs with several runs.
+
+    ``tau`` is from -1 to 1, ``regret`` in per cent; None if there is nothing to compare.
+    """
 
     num_jobs: int
     tau: float | None
@@ -200,7 +210,7 @@ class Ranking:
 
 
 def rank_runs(jobs: Sequence[Hashable], measured: Floats, predicted: Floats) -> Ranking:
-    """Score the order of the runs (all of shape (runs,), seconds) within each job."""
+    """Score the predicted order of the runs within each job; all arguments have shape (runs,), times are in seconds."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, job in enumerate(jobs):
         groups[job].append(index)

@@ -1,18 +1,19 @@
-"""Errors of predictions between measured sizes on public measurements: collectives and products on V100, in folds.
+"""Score predictions between measured sizes on public measurements: collectives and matrix products on V100, in folds.
 
-Five folds (``splits/v100_collectives.json``, ``splits/v100_matmul.json``) of keys: a layout at a number of bytes, in
-every op, dtype and mesh at once, so that no repetition gives an answer away. No-op and plateau points are neither
-fitted nor scored. A size is inner if its series keeps a smaller and a larger one; the others are reported apart.
+There are five folds of keys (``splits/v100_collectives.json``, ``splits/v100_matmul.json``). A key is a layout with a
+number of bytes; its rows of every op, dtype and mesh are in one fold, so that no repetition gives an answer away. No-op
+and plateau points are neither fitted nor scored. A size is *inner* if the fitted rows of its series have a smaller and
+a larger size; other sizes, "end sizes", are reported separately.
 
-Beside it on the same folds: straight lines between the measured sizes, the last one extended beyond them (Alpa's rule,
-``mesh_profiling.py``), and pipeDejavu's least-squares line per series (``pickle_find_pattern.py``). Also what measuring
-again would have said, which no arm is given: the mean of the other repetitions of a layout at a size (in other dtypes,
-on other meshes).
+Baselines on the same folds: straight lines between the measured sizes, the last one extended beyond them (Alpa's rule,
+``mesh_profiling.py``), and pipeDejavu's least-squares line per series (``pickle_find_pattern.py``). Another figure
+shows what a second measurement would have predicted: the mean of the other repetitions of a layout at a size (in other
+dtypes, on other meshes). No arm uses it.
 
-Collectives are said by the `CollectiveModel` that users get, fitted on the training rows of the fold and asked with
-place, bytes, dtype and number of groups at once; products by its interpolation alone. Nothing of it is chosen on scored
-rows: the parameters of each fold are those that serve keys left out of its training rows best
-(`meshwright.cost.collectives.kriging`). The same model asked without dtype and groups is another arm.
+Collectives are predicted by the `CollectiveModel` that users get, fitted on the training rows of the fold, from group,
+bytes, dtype and number of concurrent groups; products by the model's interpolation alone. No parameter is chosen on
+scored rows: the parameters of each fold are those that predict keys left out of its training rows best
+(`meshwright.cost.collectives.kriging`). The same model without dtype and number of groups is another arm.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ LINES, ONE_LINE = "piecewise linear", "pipeDejavu's line"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SeriesTable:
-    """Rows of one op with their folds: each a size of a series; rows of one ``repeated`` number measure the same.
+    """Rows of one op with their folds; all columns have shape (rows,).
 
-    All columns have the shape (rows,). ``size`` is what a straight line goes over: bytes, or operations of a product.
+    ``size``: bytes of a collective, or operations of a matrix product. ``series``: number of the series that the row
+    belongs to. ``repeated``: rows with the same number measure the same layout at the same size.
     """
 
     rows: Records
@@ -65,7 +67,7 @@ class SeriesTable:
 
 
 def score_series(ops: Sequence[str] = (*OPS, "matmul"), folds: Sequence[int] = range(5)) -> tuple[Score, ...]:
-    """Score every op: inner sizes with all arms, then end sizes."""
+    """Score the given ops on the given folds: per op, all arms on inner sizes, then on end sizes."""
     rows = load_records(DATASET)
     scores: list[Score] = []
     for op in ops:
@@ -75,16 +77,16 @@ def score_series(ops: Sequence[str] = (*OPS, "matmul"), folds: Sequence[int] = r
 
 
 def count_flagged(rows: Records) -> str:
-    """Return a sentence on the rows of an op that are neither fitted nor scored."""
+    """Return a note on how many rows of an op are neither fitted nor scored: no-op and plateau points."""
     noops, plateaus = rows.has_flag("noop"), rows.has_flag("plateau")
     left_out = int((noops | plateaus).sum())
     return f"of {len(rows)} rows {left_out} are not scored: {int(noops.sum())} no-op, {int(plateaus.sum())} plateau"
 
 
 def fold_keys(rows: Records) -> list[str]:
-    """Return the key of each row of a collective: its layout and bytes.
+    """Return the key of each row of a collective, for the folds: its layout and bytes.
 
-    It is the same whatever the op, dtype or, on one node, the mesh.
+    The key does not depend on op and dtype, nor, for groups inside one node, on the mesh.
     """
     names = ("ranks", "stride", "nodes", "devices_per_node", "groups", "bytes")
     keys = []

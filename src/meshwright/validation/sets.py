@@ -1,4 +1,4 @@
-"""The names of the public data sets; the scoring function of each is imported when needed."""
+"""The public data sets that can be scored (`DATASETS`); the scoring function of each is imported when it is called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Scorer = Callable[[], "tuple[Score, ...]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """A set that can be named on the command line; ``quick`` scores a part of it in less than half a minute."""
+    """A data set that can be named on the command line.
+
+    ``about`` describes it in a few words. ``score`` returns its scores; ``quick`` returns some of them in less than
+    half a minute.
+    """
 
     name: str
     about: str
@@ -27,19 +31,22 @@ class DataSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Later:
-    """A function of a module of this package, ``module.name``, which is imported when it is called."""
+    """A function of this package, named ``module.function``, whose module is imported only when it is called.
+
+    ``quick``: passed to the function if it is not None.
+    """
 
     function: str
     quick: bool | None = None
 
     def find(self) -> Callable[..., tuple[Score, ...]]:
-        """Return the function itself."""
+        """Import the module and return the function itself."""
         module, _, name = self.function.partition(".")
         found: Callable[..., tuple[Score, ...]] = getattr(import_module(f"meshwright.validation.{module}"), name)
         return found
 
     def __call__(self) -> tuple[Score, ...]:
-        """Call the function; pass ``quick`` if it accepts that."""
+        """Call the function, with ``quick`` if that is set."""
         return self.find()() if self.quick is None else self.find()(quick=self.quick)
 
 
@@ -90,7 +97,7 @@ DATASETS = (
 
 
 def find_datasets(names: Sequence[str]) -> tuple[DataSet, ...]:
-    """Return the named sets, or all. Raises DocumentError for another name."""
+    """Return the data sets with these names, or all without names. Raises DocumentError for an unknown name."""
     known = {dataset.name: dataset for dataset in DATASETS}
     for name in names:
         if name not in known:

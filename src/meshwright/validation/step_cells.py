@@ -1,7 +1,8 @@
-"""Read cells of a table of steps: whole numbers and known words; anything else is an error.
+"""Read cells of a table of training steps: whole numbers and known words; anything else is an error.
 
-A word that is not known is an error: a guess would score the prediction of another run. The words are those of the
-public rows (``data/training_steps.csv``) and of the settings that these stand for. Case and outer blanks do not matter.
+An unknown word is an error, because a guess would score the prediction of another run. Known words are those of the
+public rows (``data/training_steps.csv``) and the names of the settings that they mean. Case and surrounding blanks do
+not matter.
 """
 
 from __future__ import annotations
@@ -103,12 +104,15 @@ class CellError(MeasurementError):
 
 
 def show(text: str) -> str:
-    """Return a cell as a message quotes it."""
+    """Return the text of a cell in quotes, shortened for messages."""
     return repr(text) if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}..."
 
 
 def read_word(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning:
-    """Return what the word of a cell means; an absent column is an empty cell. Raises CellError for another word."""
+    """Return the meaning of a cell's word; a missing column counts as an empty cell.
+
+    Raises CellError for a word that is not in ``meanings``.
+    """
     text = row.get(column, "")
     word = text.strip().lower()
     if word not in meanings:
@@ -117,7 +121,10 @@ def read_word(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning
 
 
 def read_features(row: Row) -> frozenset[str]:
-    """Return what the words of ``features`` state, separated by semicolons. Raises CellError for an unknown one."""
+    """Return the features that the cell ``features`` lists, separated by semicolons.
+
+    Raises CellError for an unknown feature. Precision "pure" adds 16-bit gradients.
+    """
     known = {feature.lower(): feature for feature in FEATURES}
     words = [word.strip().lower() for word in row.get("features", "").split(";")]
     unknown = next((word for word in words if word and word not in known), "")
@@ -129,7 +136,10 @@ def read_features(row: Row) -> frozenset[str]:
 
 
 def read_date(row: Row) -> str:
-    """Year, or year and month, of the run's software; empty where it is not stated. Raises CellError."""
+    """Return the year, or year and month, of the run's software; "" if it is not stated.
+
+    Raises CellError for other text.
+    """
     text = row.get("date", "").strip()
     if text and not re.fullmatch(DATE, text):
         raise CellError("date", text, "a year or a year and a month, such as 2024 or 2024-12")
@@ -137,7 +147,7 @@ def read_date(row: Row) -> str:
 
 
 def read_framework(row: Row) -> str:
-    """Return the framework of a row; empty where it is not stated. Raises CellError for an unknown one."""
+    """Return the framework of a row; "" if it is not stated. Raises CellError for an unknown framework."""
     text, known = (
         row.get("framework", "").strip(),
         sorted({entry.framework for entry in known_software()} | {"pytorch"}),
@@ -148,9 +158,9 @@ def read_framework(row: Row) -> str:
 
 
 def read_number(row: Row, column: str, otherwise: int | None = None) -> int:
-    """Return a positive whole number that a column may hold; ``otherwise`` stands for an empty cell.
+    """Return the positive whole number in a cell; ``otherwise``, if given, for an empty cell.
 
-    Raises CellError.
+    Raises CellError for other text and for numbers above the column's limit.
     """
     text = row.get(column, "").strip()
     if not text and otherwise is not None:
@@ -164,7 +174,7 @@ def read_number(row: Row, column: str, otherwise: int | None = None) -> int:
 
 
 def read_seconds(row: Row, column: str, *, least_s: float, most_s: float) -> float | None:
-    """Return seconds between two bounds; None for an empty cell. Raises CellError."""
+    """Return the seconds in a cell; None for an empty cell. Raises CellError for values outside the bounds."""
     text = row.get(column, "").strip()
     if not text:
         return None

@@ -1,8 +1,7 @@
-"""Rows of measured steps as plans, evaluated by `planner.evaluate_plan`, as the commands `plan` and `simulate` do.
+"""Turn rows of measured steps into plans (`plan_step`), and evaluate them as the commands `plan` and `simulate` do.
 
-A row's sizes become a graph (`templates`), its devices a cluster, its layout a `Plan`. Everything else is as `plan` has
-it by default: the model is that of the zoo, and the exchange of gradients that of our runtime. How the columns of a row
-are mapped:
+A row's sizes become a graph (`templates`), its devices a cluster, its parallelism a `Plan`. Everything else has the
+defaults of the command `plan`; gradients are summed as in our runtime. The columns of a row are mapped as follows:
 
     device, n_devices   whole nodes of the stated kind; a plan may use a part of a node
     tp, cp, ep, pp, dp  stages one after the other, in each stage its replicas, in each replica its mesh axes
@@ -72,7 +71,7 @@ class InexpressibleError(MeshwrightError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """The graph, cluster and plan of a row."""
+    """A row of measured steps as a plan, with its graph, cluster and software."""
 
     graph: Graph
     cluster: Cluster
@@ -80,14 +79,15 @@ class PlannedStep:
     software: Software
 
     def cost_model(self) -> CostModel:
-        """Return costs for the row, without measurements."""
+        """Return the cost model of the row's cluster, precision and software, without the user's measurements."""
         return CostModel(cluster=self.cluster, precision=self.plan.workload.precision, software=self.software)
 
 
 class StepPrediction(NamedTuple):
-    """A predicted step and the ends of its 80 % interval, s; bytes on the device that needs most of them.
+    """The prediction for a step: seconds with their 80 % interval, and bytes on the device that needs most.
 
-    ``peak_flops_s``: the model's FLOPs, a recomputed forward included, at the peak of all devices, s.
+    ``peak_flops_s``: the seconds that the model's FLOPs, including a recomputed forward, take at the peak rate of all
+    devices.
     """
 
     seconds: float
@@ -103,7 +103,7 @@ Found = StepPrediction | MeshwrightError
 
 
 def name_obstacle(case: StepCase) -> str:
-    """Return the reason why a row cannot become a plan; "" if it can."""
+    """Return what prevents a row from becoming a plan, as a noun phrase; "" if it can become one."""
     if "Adafactor" in case.features:
         return "the optimizer Adafactor"
     if isinstance(case.shape, ResidualShape):
@@ -120,7 +120,7 @@ def name_obstacle(case: StepCase) -> str:
 
 
 def plan_step(case: StepCase) -> PlannedStep:
-    """Return the plan of a row. Raises InexpressibleError with the obstacle if there is one."""
+    """Return the plan of a row. Raises InexpressibleError, which names the obstacle, if no plan can express the row."""
     setup, obstacle = case.setup, name_obstacle(case)
     if obstacle:
         raise InexpressibleError(obstacle)
@@ -160,10 +160,10 @@ def plan_step(case: StepCase) -> PlannedStep:
 
 
 def evaluate_step(planned: PlannedStep, cost: CostModel | None = None) -> RankedPlan:
-    """Return what `plan` predicts for a row, with the interval of the step time.
+    """Return the evaluated plan of a row, with the 80 % interval of its step time.
 
-    ``cost``: a cost model of the same cluster and precision whose results may be reused. Raises PlanError for ops that
-    the sharding cannot split.
+    ``cost``: a cost model of the same cluster, precision and software, whose cached results are reused. Raises
+    PlanError for ops that the sharding cannot split.
     """
     graph, cluster, plan = planned.graph, planned.cluster, planned.plan
     cost = cost or planned.cost_model()
@@ -172,7 +172,7 @@ def evaluate_step(planned: PlannedStep, cost: CostModel | None = None) -> Ranked
 
 
 def evaluate_steps(cases: Sequence[StepCase]) -> list[Found]:
-    """Return the prediction of `plan` for each case, or the error that explains its absence, shape (cases,).
+    """Return, in the order of ``cases``, the prediction of each case, or the error that prevented it.
 
     Cases of one model on one kind of device are evaluated by one process and share intermediate results.
     """
@@ -190,7 +190,7 @@ def evaluate_steps(cases: Sequence[StepCase]) -> list[Found]:
 
 
 def predictions_of(found: Sequence[Found]) -> Predictions:
-    """Return seconds with intervals, shape (n,), of the results that are not errors."""
+    """Return the predicted seconds with intervals, shape (n,), of the n results that are not errors."""
     kept = [item for item in found if isinstance(item, StepPrediction)]
     basis: Basis = "transferred"
     return Predictions(
@@ -293,6 +293,6 @@ def _recompute(case: StepCase, graph: Graph) -> Recompute:
 
 
 def recompute_attention(graph: Graph) -> Ranges:
-    """Return the two products of each attention that is not fused, and what lies between them."""
+    """Return the ranges of ops from the first to the second matrix product of each attention that is not fused."""
     products = [i for i, op in enumerate(graph.ops) if op.kind.startswith(_SCORES)]
     return tuple((first, second + 1) for first, second in zip(products[::2], products[1::2], strict=True))

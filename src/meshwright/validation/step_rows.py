@@ -1,13 +1,13 @@
-"""Read rows of measured training steps: the model's shape, layout, devices, and seconds.
+"""Read rows of measured training steps: the model's shape, the parallelism, the devices, and the seconds.
 
-A row is a mapping of text by the columns of ``data/training_steps.csv``. Missing values are filled by one rule for all
-rows, never by the row's time: an unstated vocabulary is GPT-2's, an unstated recompute means no recompute, an unstated
-kv_heads is heads, microbatches follow from the batch, and a pipeline whose microbatches are not stated has as many as
-stages (torchtitan, config_manager.py, pipeline_parallel_microbatches), an interleaved schedule whose chunks are not
-stated has two (torchtitan's, too). A row that lacks more, or whose words or model are not known, is an error that
-names column, cell, and what is expected.
+A row is a mapping of text by the columns of ``data/training_steps.csv``. Missing values are filled by the same rules in
+all rows, never by the row's time: the vocabulary is GPT-2's, there is no recompute, kv_heads equals heads, and the
+number of microbatches follows from the batch. A pipeline without stated microbatches has one per stage (torchtitan,
+config_manager.py, pipeline_parallel_microbatches); an interleaved schedule without stated chunks has two (torchtitan's
+default, too). A row that lacks more, or that has an unknown word or model, is an error that names column, cell, and
+what is expected.
 
-Which model a row is of follows from its columns, and from what is published of models that they cannot hold.
+The columns determine the model. For models whose blocks the columns cannot describe, published values are added.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _SAME_MEMORY = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCase:
-    """One row, read: everything that a prediction needs, and the measured seconds (None if the row has none)."""
+    """A row of measured steps, as values: all that a prediction needs, and the measured seconds (None if missing)."""
 
     row_id: str
     source: str
@@ -83,21 +83,24 @@ class StepCase:
 
     @property
     def origin(self) -> str:
-        """Who measured it: the paper or the repository that the source names, whatever table of it."""
+        """The paper or repository that published the measurement, without the number of the table."""
         known = r"arXiv \d{4}\.\d{4,5}|Alpa \(OSDI 2022\)"
         named = re.search(known, self.source) or re.match(r"[\w.-]+/[\w.-]+", self.source)
         return named[0] if named else self.source
 
     @property
     def job(self) -> tuple[object, ...]:
-        """The problem that a planner would get: model, devices, batch; layouts of one job are compared."""
+        """The job that a planner would get: origin, model, devices, batch, sequence length and precision.
+
+        The order of predictions is scored among runs of one job.
+        """
         batch = self.setup.microbatch_size * self.setup.num_microbatches * self.setup.dp
         setup = self.setup
         return (self.origin, self.kind.name, setup.num_devices, batch, self.shape, setup.seq, setup.precision)
 
 
 def read_step(row: Row) -> StepCase:
-    """One row. Raises CellError or TransformerError if it does not say enough, or what cannot be."""
+    """Read one row. Raises CellError or TransformerError if values are missing, unknown or impossible."""
     kind, node = _hardware(row)
     features = read_features(row)
     software = find_software(read_framework(row), read_date(row))
@@ -241,9 +244,10 @@ _BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}
 
 
 def read_shape(row: Row, features: frozenset[str], vocabulary_multiple: int = 1) -> TransformerShape | ResidualShape:
-    """Return the model of a row, with the features that it states.
+    """Return the shape of a row's model; ``features`` are those of `read_features`.
 
-    Raises CellError or TransformerError as `read_step`.
+    ``vocabulary_multiple``: the software pads the vocabulary to a multiple of this number per tensor-parallel rank.
+    Raises CellError or TransformerError as `read_step` does.
     """
     family = read_word(row, "family", {name: name for name in ("gpt", "mpt", "llama", "moe", "wresnet")})
     if family == "wresnet":

@@ -1,12 +1,12 @@
-"""Errors of predicted steps (`score_steps`): published training steps against the predictions of `plan` (`step_plans`).
+"""Score the predictions of `plan` for published training steps (`score_steps`); `step_plans` turns rows into plans.
 
-Beside it, on the same rows: two constant shares of the peak FLOP rate, one fitted on our calibration rows, one on the
-scored rows of large models from all origins but the predicted row's, which ours never sees; and, where a source prints
-the prediction of its own simulator, that one. The order of layouts within a job is scored, too (`scores`), and the rows
-refused for memory are listed (`judge_memory`). `calibration_rows` may be fitted.
+Baselines on the same rows are two constant shares of the peak FLOP rate. One is fitted on our calibration rows, the
+other on the scored rows of large models from all origins except that of the predicted row; our predictor never sees
+those. If a source prints the prediction of its own simulator, that is a baseline, too. The order of runs within a job
+is scored (`scores`), and the rows that are refused for memory are listed (`judge_memory`).
 
-One figure of ours comes from rows of steps: how slowly Megatron-LM's host issues (``cost/software.toml``), from the
-calibration rows.
+Only `calibration_rows` may be fitted. One number of our predictor is: how slowly Megatron-LM's host issues kernels
+(``cost/software.toml``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GROUP = ("family", "layers", "hidden", "heads", "seq", "n_devices", "tp", "pp",
 
 
 def single_node_rows(rows: Sequence[StepRow]) -> dict[str, list[StepRow]]:
-    """Return the timed rows on one node of each kind that may be fitted, in their order."""
+    """Return, by kind of device, the timed rows on one node, in their order; only kinds that may be fitted."""
     found: dict[str, list[StepRow]] = defaultdict(list)
     for row in rows:
         kind = re.match(r"\w+", row["device"])
@@ -58,7 +58,7 @@ def single_node_rows(rows: Sequence[StepRow]) -> dict[str, list[StepRow]]:
 # other rows, and all rows of more than one node, are for scoring only. SimuMax's rows (B200) are in no fold: nothing is
 # fitted on that kind. The files were drawn with `SEED` and committed before the first fit on their rows.
 def calibration_rows(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return the published rows that may be fitted.
+    """Return the published rows that may be fitted, about a tenth of each kind of device's rows on one node.
 
     Raises DocumentError if ``rows`` are not those for which the folds were drawn.
     """
@@ -79,16 +79,16 @@ def calibration_rows(rows: Sequence[StepRow]) -> list[StepRow]:
 
 
 def scored_rows(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return the published rows that are timed and not fitted. Raises as `calibration_rows`.
+    """Return the published rows that are timed and not among `calibration_rows`. Raises as `calibration_rows`.
 
-    ``splits/steps_scored.txt`` lists the ids of those that say enough to be predicted.
+    ``splits/steps_scored.txt`` lists the ids of those rows that are complete enough to be predicted.
     """
     fitted = {row["id"] for row in calibration_rows(rows)}
     return [row for row in rows if row["id"] not in fitted and row["iter_time_s"]]
 
 
 def draw_step_splits(rows: Sequence[StepRow]) -> dict[str, Split]:
-    """Return the splits as they were drawn, by kind of device."""
+    """Return the splits of the rows by kind of device, drawn as the committed files were."""
     return {
         kind: draw_split(f"steps_{kind}", [group_key(row) for row in mine], num_folds=NUM_FOLDS, seed=SEED)
         for kind, mine in sorted(single_node_rows(rows).items())
@@ -96,14 +96,14 @@ def draw_step_splits(rows: Sequence[StepRow]) -> dict[str, Split]:
 
 
 def group_key(row: StepRow) -> str:
-    """Return the columns of a row that keep rows together on one side of the split."""
+    """Return a row's key for the split: rows with equal keys are in the same fold."""
     # A run of Alpa whose mesh is not stated is identified by its method.
     apart = "" if row["tp"] else row["zero_or_sharding"]
     return "|".join([*(row[name] for name in _GROUP), apart])
 
 
 def run_of(row: StepRow) -> tuple[str, ...]:
-    """Return the identity of a run: model, layout, batch and seconds to four digits; independent of id and notes."""
+    """Return what identifies a run: model, parallelism, batch, and seconds to four digits; not its id and notes."""
     try:
         seconds = f"{float(row.get('iter_time_s', '')):.4g}"
     except ValueError:
@@ -126,7 +126,11 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryVerdicts:
-    """Ids of rows: ran out of memory and refused, and not refused; timed and refused; and how many were timed."""
+    """Ids of rows, by whether their plan is refused for memory.
+
+    ``refused`` and ``missed``: runs that ran out of memory and are refused, or not. ``wrongly_refused``: timed runs
+    that are refused. ``num_timed``: the number of timed runs.
+    """
 
     refused: tuple[str, ...]
     missed: tuple[str, ...]
@@ -148,9 +152,10 @@ class MemoryVerdicts:
 # reserve (`cost.memory.MemoryLimit`) of the memory that its device states. Software may take less than all of the
 # memory. Rows that no plan expresses (`step_plans`) are not judged.
 def judge_memory(rows: Sequence[StepRow], known: Mapping[str, Found] | None = None) -> MemoryVerdicts:
-    """Return the verdicts on all rows that a plan expresses; a run that failed is one whose status names memory.
+    """Return which rows are refused for memory, among all rows that a plan can express.
 
-    ``known``: what `evaluate_steps` returned for some of the rows, by their ids.
+    A run ran out of memory if its ``status`` contains "out of memory". ``known``: results of `evaluate_steps` for some
+    of the rows, by row id.
     """
     known = known or {}
     judged: list[tuple[bool, StepRow, StepCase]] = []
@@ -180,7 +185,10 @@ def judge_memory(rows: Sequence[StepRow], known: Mapping[str, Found] | None = No
 
 
 def usable_bytes(row: StepRow, case: StepCase) -> int:
-    """Return what may be reserved of the memory that a row states of its device, or that the kind of device has."""
+    """Return the bytes that may be reserved on a row's device.
+
+    The device's memory is that in its name ("-80GB"), otherwise that of the kind of device.
+    """
     stated = re.search(r"-([0-9]+)GB", row["device"])
     memory_bytes = case.software.memory_share * (int(stated[1]) * _GIB if stated else case.kind.memory_bytes)
     return MemoryLimit().usable_bytes(replace(case.kind, memory_bytes=round(memory_bytes)))
@@ -203,10 +211,11 @@ UNDERSPECIFIED = UNDERSPECIFIED_ZERO + UNDERSPECIFIED_PLANS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSet:
-    """Rows that are scored together: their ids start so; their kind and bandwidth are these, where given.
+    """Rows that are scored together.
 
-    ``without``: beginnings of ids that are left out. ``target``: the mean error to reach, in per cent. ``note``: what a
-    reader of the figure has to know.
+    ``ids``: beginnings of the rows' ids; ``without``: beginnings of ids that are left out. ``device``: beginning of the
+    kind of device; ``bandwidth_bytes_per_s``: its memory bandwidth, None for any. ``target``: the mean error to reach,
+    in per cent. ``note``: what a reader of the figure has to know.
     """
 
     name: str
@@ -218,7 +227,7 @@ class RunSet:
     note: str = ""
 
     def holds(self, case: StepCase) -> bool:
-        """Return whether a case belongs here."""
+        """Return whether a case belongs to this set."""
         return (
             case.row_id.startswith(self.ids)
             and not case.row_id.startswith(self.without)
@@ -259,9 +268,9 @@ PARTS = (
 
 
 def predict_steps(rows: Sequence[Mapping[str, str]]) -> Predictions:
-    """Return seconds of the step of every row, shape (rows,), as `plan` predicts them.
+    """Return the step time of every row in seconds, shape (rows,), with intervals, as `plan` predicts it.
 
-    Raises MeasurementError if a row does not say enough; `step_table.read_steps` tells which ones do.
+    Raises MeasurementError if some row cannot be predicted; `step_table.read_steps` separates such rows.
     """
     check_steps(rows)
     cases, left_out = read_steps(rows)
@@ -277,9 +286,9 @@ def predict_steps(rows: Sequence[Mapping[str, str]]) -> Predictions:
 
 
 def score_steps(*, quick: bool = False) -> tuple[Score, ...]:
-    """Score every part of the public steps: our predictions and the baselines on the same rows.
+    """Score our predictions and the baselines on every part of the public steps, without calibration rows.
 
-    None of these rows is a calibration row. With ``quick`` every 20th row is scored.
+    With ``quick``, only every 20th row is scored.
     """
     rows = load_all_steps()
     scored = scored_rows(rows)[:: 20 if quick else 1]
@@ -340,9 +349,9 @@ def _name_left_out(left_out: Sequence[LeftOut]) -> str:
 
 
 def predict_by_others(cases: Sequence[StepCase], ours: Sequence[StepPrediction]) -> Floats:
-    """Return seconds by a constant share of the peak, shape (cases,).
+    """Return the seconds that a constant share of the peak FLOP rate predicts, shape (cases,): a baseline.
 
-    Each origin's share is fitted on others' large models.
+    The share of each origin is fitted on the large models of other origins.
     """
     shares = {}
     for origin in {case.origin for case in cases}:

@@ -1,4 +1,4 @@
-"""Split a table of steps into rows that can be predicted and rows left out: line, cell, and what was expected."""
+"""Split a table of steps into rows that can be predicted and rows that are left out, with the reason for each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _UNITS = {"iter_time_s": " (seconds of a step)", "gbs_seq": " (sequences of a st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Rows that were left out for one reason: their lines in the file, and the cell of each where one is at fault."""
+    """Rows that were left out for one reason.
+
+    ``lines``: their line numbers in the file. ``found``: the text of the wrong cell of each row, () if the reason is
+    not a single cell.
+    """
 
     reason: str
     lines: tuple[int, ...]
@@ -41,7 +45,7 @@ class LeftOut:
 
 
 def check_steps(rows: Sequence[Row]) -> None:
-    """Raise MeasurementError if there is no row, a column is missing or not known, or there are too many rows."""
+    """Raise MeasurementError if there is no row, if there are too many, or if a column is missing or unknown."""
     if not rows:
         raise MeasurementError("The table of steps has no rows; expected at least one below the line of column names.")
     wrong = [*_name_missing(rows[0]), *_name_unknown(rows[0])]
@@ -73,10 +77,10 @@ def _name_unknown(row: Row) -> list[str]:
 
 
 def read_steps(rows: Sequence[Row], lines: Sequence[int] = ()) -> tuple[list[StepCase], list[LeftOut]]:
-    """Return the rows that can be predicted, in their order, and those that were left out, by reason.
+    """Return the rows that can be predicted, in their order, and the rows that are left out, by reason.
 
-    ``lines``: line numbers of the rows in their file, shape (rows,); by default consecutive ones from 2 on. The
-    table is one that `check_steps` accepts.
+    ``rows`` must pass `check_steps`. ``lines``: line numbers of the rows in their file, shape (rows,); by default 2, 3
+    and so on.
     """
     cases: list[StepCase] = []
     cells: dict[str, list[tuple[int, str]]] = defaultdict(list)
@@ -96,7 +100,7 @@ def read_steps(rows: Sequence[Row], lines: Sequence[int] = ()) -> tuple[list[Ste
 
 
 def list_reasons(left_out: Iterable[LeftOut]) -> list[str]:
-    """Return a line for each reason, the most frequent first; those beyond a dozen are counted."""
+    """Return a line of text for each reason, the most frequent first; after a dozen, one line counts the others."""
     ordered = sorted(left_out, key=lambda reason: -len(reason.lines))
     more = sum(len(reason.lines) for reason in ordered[_MAX_REASONS:])
     return [*map(str, ordered[:_MAX_REASONS]), *([f"{more} left out for other reasons"] if more else [])]

@@ -1,7 +1,7 @@
-"""Public data sets with their scores, and the scoring of a user's own table of steps.
+"""Score the public data sets one after the other (`score_datasets`), or a user's own table of steps.
 
-A set's function fits what has to be fitted on rows that are not scored, refuses rows that were seen, and returns ours
-with the baselines on the same rows. Here they are only listed, run one after the other and put into rows.
+The function of each data set fits on rows that are not scored, refuses to score rows that were fitted on, and returns
+the scores of our predictor and of baselines on the same rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from meshwright.validation.sets import DataSet
 
 
-_TWICE = "an id that a row above has; expected every id once, or none"
+_TWICE = "the id of an earlier row; expected every id once, or an empty cell"
 _FITTED, _UNTIMED = "rows that a host's speed was fitted on", "no measured seconds (iter_time_s)"
 
 
 def score_datasets(
     datasets: Sequence[DataSet], events: EventSink, *, quick: bool = False
 ) -> Iterator[tuple[DataSet, tuple[Score, ...]]]:
-    """Score one set after the other; with ``quick`` only parts of those that take long."""
+    """Yield each data set with its scores; ``quick``: only parts of the data sets that take long."""
     for done, dataset in enumerate(datasets):
         events.progress(f"score {dataset.name}", done, len(datasets))
         yield dataset, dataset.quick() if quick else dataset.score()
@@ -40,9 +40,9 @@ def score_datasets(
 
 
 def score_step_file(path: Path) -> tuple[tuple[Score, ...], list[LeftOut]]:
-    """Score the steps of a CSV file, which the messages name.
+    """Score the steps of a CSV file as `score_step_table` does; messages name the file.
 
-    Raises DocumentError for any other file, and as `score_step_table`.
+    Raises DocumentError for any other file, and the errors of `score_step_table`.
     """
     numbered = read_lines(path)
     try:
@@ -52,9 +52,10 @@ def score_step_file(path: Path) -> tuple[tuple[Score, ...], list[LeftOut]]:
 
 
 def score_step_table(rows: Sequence[StepRow], lines: Sequence[int] = ()) -> tuple[tuple[Score, ...], list[LeftOut]]:
-    """Score step predictions on rows with the columns of ``training_steps.csv``, by source; list the rows left out.
+    """Score step predictions on rows with the columns of ``training_steps.csv``.
 
-    ``lines``: the lines of the rows in their file, shape (rows,). Raises MeasurementError if no row can be scored.
+    Returns a score per ``source``, and the rows that are left out, by reason. ``lines``: the line numbers of the rows
+    in their file, shape (rows,). Raises MeasurementError if no row can be scored.
     """
     check_steps(rows)
     fitted = {run_of(row) for row in calibration_rows(load_all_steps())}
@@ -76,7 +77,7 @@ def score_step_table(rows: Sequence[StepRow], lines: Sequence[int] = ()) -> tupl
     pairs = []
     for line, case, item in zip([i for i in asked if i not in unread], read, evaluate_steps(read), strict=True):
         if isinstance(item, MeshwrightError):
-            apart.setdefault(f"no plan expresses it: {item}", []).append(line)
+            apart.setdefault(f"no plan can express the run: {item}", []).append(line)
         else:
             pairs.append((case, item))
     left_out = [*(LeftOut(reason=reason, lines=tuple(where)) for reason, where in apart.items() if where), *odd]
@@ -91,7 +92,10 @@ def score_step_table(rows: Sequence[StepRow], lines: Sequence[int] = ()) -> tupl
 
 
 def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """One row per part and arm, in order: rows, errors in per cent, and every target of it with whether it is met."""
+    """Return one row of values by name per part and arm, in order: number of rows, errors in per cent, targets.
+
+    ``targets`` has the target of each judged figure, ``met`` whether each is reached.
+    """
     merged: dict[tuple[str, str], list[Score]] = {}
     for part, score in zip(name_parts(scores), scores, strict=True):
         merged.setdefault((part, score.arm), []).append(score)
@@ -120,6 +124,6 @@ def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 
 def name_parts(scores: Sequence[Score]) -> list[str]:
-    """Return the part of each score, with its data set before it where there are several."""
+    """Return the part of each score; if there are several data sets, as ``dataset: part``."""
     several = len({score.dataset for score in scores}) > 1
     return [f"{score.dataset}: {score.part}" if several else score.part for score in scores]
