@@ -64,7 +64,7 @@ class Sorted(NamedTuple):
 
 
 def make_rows(count: int, **columns: ArrayLike) -> InstructionRows:
-    """Return instruction columns of the right types; a scalar is repeated for all rows."""
+    """Return instruction columns of the types of `Section`; a scalar is repeated for all ``count`` rows."""
     # There may be more forms than instructions.
     count = max(count, *(np.size(column) for column in columns.values()))
     made: list[NDArray[Any]] = [
@@ -75,7 +75,7 @@ def make_rows(count: int, **columns: ArrayLike) -> InstructionRows:
 
 
 def sort_chunks(chunks: list[Chunk]) -> Sorted:
-    """Sort all pieces by stream; the pieces of a stream stay in the order in which they came."""
+    """Sort the pieces of all chunks by stream; the pieces of a stream stay in the order in which they were appended."""
     keys = np.concatenate([np.zeros(0, np.int64), *(chunk.keys for chunk in chunks)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(chunk.lengths for chunk in chunks)])
     order = np.argsort(keys, kind="stable")
@@ -292,7 +292,10 @@ class ProgramBuilder:
         self._waits.append((instructions, handles))
 
     def wait_late_each(self, instructions: Ids, handles: Ids, lag: ArrayLike = 1) -> None:
-        """Make each instruction wait for the handle at the same index, ``lag`` repetitions of the body earlier."""
+        """Make each instruction wait for the handle at the same index of an earlier repetition of the body.
+
+        ``lag``: how many repetitions earlier, one number for all or one per instruction.
+        """
         self._late.append((instructions, handles, np.broadcast_to(np.asarray(lag, np.int64), instructions.shape)))
 
     def join_each(self, instructions: Ids, need: NDArray[np.integer]) -> None:

@@ -57,7 +57,10 @@ class IssueBook:
         self._num_collectives = 0
 
     def file(self, decision: Decision, now_ps: int) -> list[Filed]:
-        """Check a decision and number its issues. Raises ProgramError that names the issue and what was expected."""
+        """Check a decision, made at ``now_ps``, and return its issues with their numbers.
+
+        Raises ProgramError, which names the issue and what was expected, if the decision breaks a rule.
+        """
         self._check_decision(decision, now_ps)
         stop = self.next_handle + len(decision.issues)
         filed: list[Filed] = []

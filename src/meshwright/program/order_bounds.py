@@ -137,7 +137,7 @@ class Columns(NamedTuple):
 
 @compiled
 def seat_of(problem: OrderProblem, stage: int, microbatch: int) -> int:
-    """Return the seat that computes a microbatch of a stage."""
+    """Return the index of the seat (a stage on one of its ranks) that computes a microbatch of a stage."""
     first = problem.replica_offsets[stage]
     if problem.replica_offsets[stage + 1] - first == 1:  # a division would double the time of this function
         return int(problem.replica_seats[first])

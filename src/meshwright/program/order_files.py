@@ -116,7 +116,7 @@ def write_lines(orders: Iterable[OrderColumns]) -> str:
 
 
 def name_action(opcode: int, stage: int, microbatch: int) -> str:
-    """Return an action's name, such as ``0F3``."""
+    """Return the text of an action in a file of orders: ``0F3`` for the forward of microbatch 3 on stage 0."""
     return f"{stage}{_LETTERS[Opcode(opcode)]}{microbatch}"
 
 
@@ -255,7 +255,10 @@ def read_order_file(path: Path) -> bytes:
 
 @lru_cache(maxsize=8)
 def parse_order_file(path: Path, content: bytes) -> OrderFile:
-    """Parse a file of orders, cached by content. Raises ScheduleReferenceError with line and action."""
+    """Parse a file of orders; results are cached by content.
+
+    Raises ScheduleReferenceError, which names the line and the action, for invalid content.
+    """
     file = OrderFile(path=path, lines=parse_lines(content, path))
     file.lines_of_stages()
     return file

@@ -402,7 +402,10 @@ def find_levers(
 
 
 def shorten(unrolled: Unrolled, chosen: Mask, share: float) -> Unrolled:
-    """Return the same program with the time of the chosen instructions, shape (n,), multiplied by ``share``."""
+    """Return the same program with the durations of some instructions multiplied by ``share`` (0..1).
+
+    ``chosen`` is a mask over all instructions, shape (n,).
+    """
     return replace(unrolled, network=with_durations(unrolled.network, *_shorten(unrolled.network, chosen, share)))
 
 

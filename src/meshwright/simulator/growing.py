@@ -101,7 +101,10 @@ class GrowingNetwork:
         self._runnable = np.flatnonzero(~is_empty)[::-1].tolist()
 
     def extend(self, estimated: Sequence[IssueCost], decision: Decision, now_ps: int) -> None:
-        """Carry out a decision: watch instructions of the body, set timers, append issued instructions."""
+        """Carry out a decision made at ``now_ps``: watch and abandon instructions, set timers, append issues.
+
+        ``estimated``: the issues of the decision with their costs.
+        """
         if decision.watch or decision.timers or decision.abandon:
             more = len(decision.watch) + len(decision.timers) + len(decision.abandon)
             self._reserve(self._used._replace(events=self._used.events + more))

@@ -47,9 +47,10 @@ class SavedCopies(NamedTuple):
 def find_copies(
     graph: Graph, plan: Plan | Placement, stage: StageSlice, kind: DeviceKind, cost: CostModel, ranks: Sequence[int]
 ) -> SavedCopies | None:
-    """Return the copies of a stage's saved activations between device and host, for one kind of device on ``ranks``.
+    """Return the copies of a stage's saved activations between device and host, for the kind of device of ``ranks``.
 
-    None if activations stay on the device.
+    If ranks have different links to their hosts, the slowest link counts. Returns None if activations stay on the
+    device.
     """
     if isinstance(plan, Placement) or plan.offload.activations == "device":
         return None

@@ -174,7 +174,7 @@ class PeakMemory:
 
     @property
     def owner(self) -> str:
-        """The part that holds the most bytes."""
+        """The name of the part of memory with the most bytes."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
@@ -219,7 +219,7 @@ class Simulation:
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """Peak bytes of each rank."""
+        """The peak memory of each rank in bytes."""
         return tuple(item.total_bytes for item in self.memory)
 
     def _repr_html_(self) -> str:

@@ -137,7 +137,7 @@ def op_seconds(
     shards: StateShards = ALONE,
     pieces: tuple[HostPiece, ...] = (),
 ) -> OpSeconds:
-    """Return the times of a stage's ops, including waits for gathers; arguments as in `stage_costs`."""
+    """Return the times of a stage's ops, including waits for gathers and copies; arguments as in `stage_costs`."""
     costs = cost.estimate_ops(graph, plan.microbatch_size, kind)
     ops = np.array(stage.ops, np.int64)
     num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
@@ -309,7 +309,7 @@ def weights_shares(graph: Graph) -> Floats:
 
 
 def steps_on_host(plan: Plan | Placement) -> bool:
-    """Return whether the optimizer steps on the host or on drives, not on the device."""
+    """Return whether the plan's optimizer steps on the host, with its states in host memory or on drives."""
     return isinstance(plan, Plan) and plan.offload.optimizer != "device"
 
 

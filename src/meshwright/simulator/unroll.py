@@ -84,7 +84,7 @@ class SectionLayout:
         return shifts
 
     def new_ids(self, p: int) -> Ids:
-        """Return the new ids of the instructions of part p, in the order of its section."""
+        """Return the ids in the unrolled program of the instructions of part p, in the order of its section."""
         section = self.made[self.which[p]].section
         ids: Ids = np.arange(section.num_instructions)
         return ids if self.only is not None else ids + np.repeat(self.shifts(p), np.diff(section.stream_offsets))

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class Regressor(Protocol):
-    """A regressor of scikit-learn."""
+    """Protocol: a regressor of scikit-learn."""
 
     def fit(self, features: Floats, target: Floats) -> object:
-        """Fit to rows."""
+        """Fit to rows: ``features`` of shape (rows, features), ``target`` of shape (rows,)."""
 
     def predict(self, features: Floats) -> Floats:
-        """Return the predicted target of each row."""
+        """Return the predicted target of each row, shape (rows,)."""
 
 
 Arm = tuple[str, "Callable[[FitRows, FitRows], Floats]"]
@@ -62,7 +62,7 @@ def roofline_seconds(part: FitRows) -> Floats:
 
 
 def best_constant(parts: Iterable[FitRows]) -> float:
-    """Return the factor on the roofline with the smallest mean relative error on all rows of the parts."""
+    """Return the factor by which to multiply the roofline for the smallest mean relative error on all given rows."""
     ratios = np.concatenate([roofline_seconds(part) / part.seconds for part in parts])
     return float(_CONSTANTS[np.argmin([np.abs(factor * ratios - 1).mean() for factor in _CONSTANTS])])
 
@@ -191,7 +191,7 @@ class KernelPredictions:
 
 
 def kinds() -> dict[str, DeviceKind]:
-    """Return the shipped datasheets of the devices with public rows."""
+    """Return the shipped datasheets of the devices that have public rows, by name."""
     return {name: load_cluster(name).device_kinds[0] for name in DEVICES}
 
 

@@ -344,7 +344,7 @@ def score_schedules(*, quick: bool = False) -> tuple[Score, ...]:
 
 
 def find_pipeline(row: Mapping[str, str]) -> EqualStages:
-    """Return the pipeline of a row of Table 5."""
+    """Return the pipeline of a row of Table 5, with the profiled times of its model."""
     times = next(item for item in load_table("zero_bubble_times") if _setup(item) == _setup(row))
     forward, inputs, weights, transfer = (
         float(times[f"t_{name}_ms"]) / 1e3 for name in ("forward", "backward_input", "backward_weight", "comm")

@@ -96,7 +96,7 @@ _MOST_OTHERWISE = 10**6
 
 
 class CellError(MeasurementError):
-    """A cell with an invalid value: its column, its text, and what was expected."""
+    """A cell has an invalid value; the error has its ``column``, its text (``found``), and what was ``expected``."""
 
     def __init__(self, column: str, found: str, expected: str) -> None:
         self.column, self.found, self.expected = column, found, expected

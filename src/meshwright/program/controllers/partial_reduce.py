@@ -1,8 +1,8 @@
 """Partial reduce: the first ready workers average their gradients and continue without waiting for the slowest.
 
 A worker is ready when its backward has ended. The first P ready workers form a group: they sum their gradients, update,
-and begin their next iteration. If fewer than P workers have iterations left, these are the group. One decision is
-made for all members, so the sums of a rank have the same order everywhere. Two parts of the method are not covered:
+and begin their next iteration. If fewer than P workers have iterations left, all of them form the group. One decision
+is made for all members, so all ranks have their sums in the same order. Two parts of the method are not covered:
 weights of gradients by staleness, and groups that connect workers which would otherwise never meet. Source: Miao et
 al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021), section 3.
 """

@@ -93,7 +93,7 @@ def writes_orders(name: str) -> Callable[[NamedSchedule], NamedSchedule]:
 
 
 def make_columns(opcode: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joint: ArrayLike = False) -> OrderColumns:
-    """Return columns of the right types; a single ``stage`` or ``joint`` is used for all rows."""
+    """Return `OrderColumns` of the given computations; a single ``stage`` or ``joint`` is used for all rows."""
     kinds = np.asarray(opcode, np.int8)
     return OrderColumns(
         opcode=kinds,

@@ -49,7 +49,7 @@ class AxisGraph:
         return self.graph.tensors[tensor].role == "parameter"
 
     def requires_gradient(self, tensor: int) -> bool:
-        """Return whether a gradient of the tensor is computed."""
+        """Return whether training computes a gradient of the tensor."""
         return self.graph.mode == "training" and self.graph.tensors[tensor].requires_grad
 
     def depends_on_batch(self, tensor: int) -> bool:

@@ -90,7 +90,7 @@ def effective_repair(scenario: Scenario, num_devices: int, num_nodes: int) -> fl
 
 
 def are_at_random(scenario: Scenario) -> bool:
-    """Return whether failures are memoryless, so that closed forms hold."""
+    """Return whether all failures are memoryless (exponentially distributed), so that the closed forms hold."""
     return all(effect.mttf is not None and effect.shape == 1 for effect in scenario.effects_of(Failures))
 
 

@@ -49,7 +49,8 @@ from meshwright.spec.selectors import Devices, Way
 def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> CostModel:
     """Return the cost model of the cluster with the scenario's effects, ``at_s`` seconds after the start of a run.
 
-    Returns ``cost`` itself if nothing changes. Raises ScenarioError if an effect names parts that the cluster lacks.
+    Returns ``cost`` itself if nothing changes. Raises ScenarioError if an effect names devices or links that the
+    cluster lacks.
     """
     changed, usual = change_machines(cost.cluster, scenario, at_s)
     if changed == cost.cluster:

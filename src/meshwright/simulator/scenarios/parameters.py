@@ -62,7 +62,7 @@ def read_parameter(text: str) -> Parameter:
 
 
 def read_values(text: str) -> tuple[Value, ...]:
-    """Read a list of values and ranges: ``1,2,8..16``. Raises ScenarioError for an invalid range."""
+    """Read values and ranges, separated by commas: ``1,2,8..16``. Raises ScenarioError for an invalid range."""
     return tuple(each for part in text.split(",") for each in _values(part.strip()))
 
 
