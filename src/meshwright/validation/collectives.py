@@ -4,7 +4,7 @@
 models, which `fit_datasheet_errors` and `fit_shipped` fit.
 
     v100    message sizes left out in folds (`meshwright.validation.series`); and a cluster that was never profiled:
-            fitted on two nodes of eight V100, scored on groups that cross the nodes of four, 64 MiB and more
+            fitted on two nodes of eight V100, scored on four nodes, for groups that cross nodes, 64 MiB and more
     nccl    groups of 4 in NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
             6 and 7 of vTrain's all-reduces, fitted on 2, 4 and 8; all for 1 MiB and more, and separately for the
             smallest and the largest messages of each table. Also the shipped models, on tables that they were not

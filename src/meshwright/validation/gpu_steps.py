@@ -7,7 +7,7 @@ after each step ("waited for").
                             step
     bound by the device     the simulated step, against steps in a row; rows whose device is busy for 90 % or more
     bound by the host       the simulated step of all other rows, against the nearest value between the two measured
-                            times, which differ by up to a fifth with host and waits
+                            times, because hosts and waits change such times by up to a fifth
     forward, backward       parts of the simulated first step, against those of steps that are waited for
     compiled                the simulated step with compiled layers, against steps in a row of a model that torch
                             compiled as a whole, without its loss

@@ -295,7 +295,7 @@ FOUND = "found, p microbatches in memory"
 OURS, COUNTED, BLOCKING = (
     "simulated",
     "simulated, waits as the authors count them",
-    "simulated, messages take time of both ends",
+    "simulated, messages occupy both of their ranks",
 )
 PRINTED = "rates of Table 5"
 
@@ -305,7 +305,7 @@ SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2":
 MEASURED = {"1F1B-I": "1F1B-I", "ZB-1p": "ZB-H1"}
 # In per cent: 0.002 of a rate, and less where less is busy; 3 % of a ratio.
 _RATES, _RATIOS = 0.2, 3.0
-_BLOCKING_NOTE = "form chosen with these rows in view: what a message takes from those who compute"
+_BLOCKING_NOTE = "form chosen with these rows in view: how much computing time a message takes from its two ranks"
 
 
 def score_schedules(*, quick: bool = False) -> tuple[Score, ...]:

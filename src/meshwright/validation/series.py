@@ -47,7 +47,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # Ours is to be at least 10 % below straight lines between the same points (the project's target).
 _SHARE_OF_LINES = 0.9
 _BASIS: tuple[Basis, ...] = ("interpolated",)
-OURS, UNTOLD = "ours", "ours, given only place and bytes"
+OURS, UNTOLD = "ours", "ours, from group and bytes alone"
 LINES, ONE_LINE = "piecewise linear", "pipeDejavu's line"
 
 

@@ -117,7 +117,7 @@ class ScenarioOutcome:
     price: dict[str, Any]
 
     def row(self) -> dict[str, Any]:
-        """Return all figures by name; the names end with their units."""
+        """Return all figures by name; names contain the units (``step_time_s``), shares are from 0 to 1."""
         simulation = self.simulation
         row: dict[str, Any] = {
             "step_time_s": simulation.step_time_s,
