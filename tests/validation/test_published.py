@@ -103,7 +103,7 @@ def test_a_run_that_says_too_little_is_refused(change, message):
     [
         ('unit = "s"', "unit = 'hours'"),
         ('place = "', "unknown key 'palce'"),
-        ('name = "llmc-124m"', "llmc-1558m twice"),
+        ('name = "llmc-124m"', "several are named llmc-1558m"),
     ],
 )
 def test_a_wrong_data_file_is_refused(tmp_path, text, message):
