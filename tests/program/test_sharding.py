@@ -71,7 +71,7 @@ def test_a_placement_is_along_one_dim():
     [
         ("gpt-tiny", {"tensor": 8}, "has 4 heads; expected a divisor of 4"),
         ("llama-tiny", {"tensor": 4}, "has 2 heads of keys; expected a divisor of 2"),
-        ("gpt-tiny", {"context": 5}, "none of tokens_BT"),
+        ("gpt-tiny", {"context": 5}, "the inputs are tokens_BT"),
         ("resnet-tiny", {"context": 2}, "has no attention"),
         ("gpt-tiny", {"expert": 2}, "no batched product with a matrix per expert"),
         ("mixtral-tiny", {"expert": 3}, "'blocks.0.experts' has 4 experts; expected a divisor of 4"),
