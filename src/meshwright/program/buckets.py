@@ -235,7 +235,7 @@ def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
         given = np.array(exchange.sequence, np.int64)
         if not np.array_equal(np.sort(given), place):
             raise PlanError(
-                f"The plan's exchange.sequence has {len(given)} entries, {list(given[:8])} ...; expected each of "
+                f"The plan's exchange.sequence has {len(given)} entries, {given[:8].tolist()} ...; expected each of "
                 f"the parts 0 to {len(place) - 1} once. Leave `sequence` out, or let `schedule_exchange` write it."
             )
         place[given] = np.arange(len(given))
