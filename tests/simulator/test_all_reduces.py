@@ -112,9 +112,9 @@ def test_what_does_not_fit_is_refused():
         build_program(plan, graph)
     for wrong, message in (
         ({"algorithm": "rings"}, "did you mean 'ring'"),
-        ({"algorithm": "ring", "node_size": 2}, "Nodes of 2 ranks were given for the algorithm ring"),
-        ({"algorithm": "hierarchical"}, "Nodes of 0 ranks"),
-        ({"algorithm": "tree", "servers": (0,)}, "for an exchange without them"),
+        ({"algorithm": "ring", "node_size": 2}, "node_size is 2 with the algorithm ring"),
+        ({"algorithm": "hierarchical"}, "node_size is 0 with the algorithm hierarchical"),
+        ({"algorithm": "tree", "servers": (0,)}, "but an exchange with `servers` or `zero` has no all-reduces"),
     ):
         with pytest.raises(PlanError, match=message):
             GradientExchange(**wrong)

@@ -339,7 +339,9 @@ def test_a_log_that_does_not_fit_is_refused():
         *((Ended(next_handle=2, handle=k, rank=k, instruction=None), 5, NOTHING) for k in range(2)),
         (Rang(next_handle=2, number=4), 9, NOTHING),
     ]
-    with pytest.raises(ProgramError, match="the run ended after 3 events; the log continues with timer 4 at 9 ps"):
+    with pytest.raises(
+        ProgramError, match="this run, which ended after 3 events; the log continues with timer 4 at 9 ps"
+    ):
         simulate_controlled(program, costs, make_log(2, 0, more), issue_costs)
 
 

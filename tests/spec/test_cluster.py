@@ -233,8 +233,11 @@ def test_a_node_has_nics(num_nics):
     ("facts", "words"),
     [
         ({"racks": Racks(nodes_per_rack=1, num_uplinks=1, uplink=CLUSTER.nodes[0].nic)}, ""),
-        ({"paths": (NodePath(nodes=(0, 0), link=CLUSTER.nodes[0].nic),)}, "A path between nodes 0 and 0"),
-        ({"paths": (NodePath(nodes=(0, 2), link=CLUSTER.nodes[0].nic),)}, "has nodes 0 to 1"),
+        ({"paths": (NodePath(nodes=(0, 0), link=CLUSTER.nodes[0].nic),)}, "a path between nodes 0 and 0"),
+        (
+            {"paths": (NodePath(nodes=(0, 2), link=CLUSTER.nodes[0].nic),)},
+            "nodes 0 and 2; expected two different nodes, numbered 0 to 1",
+        ),
     ],
 )
 def test_paths_are_between_two_nodes_that_there_are(facts, words):
@@ -243,5 +246,5 @@ def test_paths_are_between_two_nodes_that_there_are(facts, words):
         return
     with pytest.raises(ClusterError, match=words):
         replace(CLUSTER, **facts)
-    with pytest.raises(ClusterError, match="Racks of 0 nodes"):
+    with pytest.raises(ClusterError, match="racks have 0 nodes"):
         Racks(nodes_per_rack=0, num_uplinks=1, uplink=CLUSTER.nodes[0].nic)

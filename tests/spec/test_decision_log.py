@@ -57,27 +57,27 @@ def test_a_log_is_a_document(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"num_ranks": 1}, r"column rank leaves 0\.\.0"),
-        ({"num_ranks": 0}, "it has no ranks"),
+        ({"num_ranks": 1}, r"column rank has values outside 0\.\.0"),
+        ({"num_ranks": 0}, "num_ranks is below 1"),
         ({"num_instructions": 2**63}, r"num_instructions is 2\^62 or more"),
-        ({"event_kind": np.array([1], np.int8)}, "not the first of its events is the start"),
-        ({"event_kind": np.array([7], np.int8)}, r"column event_kind leaves 0\.\.2"),
+        ({"event_kind": np.array([1], np.int8)}, "its first event is not the start"),
+        ({"event_kind": np.array([7], np.int8)}, r"column event_kind has values outside 0\.\.2"),
         ({"event_number": np.zeros(2, np.int64)}, "the columns of events differ in length"),
         ({"now_ps": np.array([-1])}, "column now_ps does not ascend"),
-        ({"issue_offsets": np.array([0, 1])}, "issue_offsets do not partition what was issued"),
-        ({"timer_offsets": np.array([0, 1])}, "timer_offsets do not partition timers"),
+        ({"issue_offsets": np.array([0, 1])}, "issue_offsets do not divide the issued instructions among decisions"),
+        ({"timer_offsets": np.array([0, 1])}, "timer_offsets do not divide the timers among decisions"),
         ({"timer_number": np.array([1])}, "the columns of timers differ in length"),
-        ({"watched": np.array([5])}, r"column watched leaves 0\.\.4"),
+        ({"watched": np.array([5])}, r"column watched has values outside 0\.\.4"),
         ({"watched": np.array([2, 2])}, "column watched does not ascend"),
-        ({"stream": np.array([0, 99], np.int8)}, rf"column stream leaves 0\.\.{len(STREAM_NAMES) - 1}"),
+        ({"stream": np.array([0, 99], np.int8)}, rf"column stream has values outside 0\.\.{len(STREAM_NAMES) - 1}"),
         ({"rank": np.array([0], np.int32)}, "rank and stream do not have 2 rows"),
-        ({"groups": ((0, 5),)}, r"column groups leaves 0\.\.1"),
-        ({"groups": ((0, 2**63),)}, r"column groups leaves 0\.\.1"),
-        ({"groups": ((-1, 0),)}, r"column groups leaves 0\.\.1"),
+        ({"groups": ((0, 5),)}, r"column groups has values outside 0\.\.1"),
+        ({"groups": ((0, 2**63),)}, r"column groups has values outside 0\.\.1"),
+        ({"groups": ((-1, 0),)}, r"column groups has values outside 0\.\.1"),
         ({"event_number": np.array([1])}, "column event_number does not begin with 0"),
         ({"event_number": np.array([-1])}, "column event_number has a negative entry"),
-        ({"groups": ()}, r"column group leaves -1\.\.-1"),
-        ({"num_instructions": 1}, r"column watched leaves|column waits leaves"),
+        ({"groups": ()}, r"column group has values outside -1\.\.-1"),
+        ({"num_instructions": 1}, r"column watched has values outside|column waits has values outside"),
     ],
 )
 def test_a_damaged_log_is_refused(damage, message):
@@ -99,7 +99,9 @@ TWO = make_log(
 
 @pytest.mark.parametrize("number", [1, 2, 3, 2**40, -1])
 def test_ends_of_what_is_not_watched_yet_are_refused(number):
-    with pytest.raises(DocumentError, match="damaged: column event_number names ends of what was not issued before"):
+    with pytest.raises(
+        DocumentError, match="damaged: column event_number names an instruction that was not issued before"
+    ):
         replace(TWO, event_number=np.array([0, number]))
 
 
@@ -109,7 +111,7 @@ def test_waits_for_later_decisions_and_unknown_marks_are_refused():
         return replace(TWO, issued=issued)
 
     waiting_for(1)
-    with pytest.raises(DocumentError, match="column waits names what is issued in a later decision"):
+    with pytest.raises(DocumentError, match="column waits names an instruction of a later decision"):
         waiting_for(2)
     with pytest.raises(ProgramError, match="its column `waits` names mark 0, but the program has 0 marks"):
         check_fit(ProgramBuilder(1).build(schedule="test", plan_hash=""), waiting_for(-1))
@@ -118,15 +120,15 @@ def test_waits_for_later_decisions_and_unknown_marks_are_refused():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"stream_offsets": np.array([0, 1])}, "not one stream without marks and late waits"),
-        ({"late_lag": np.ones(1, np.int32)}, "not one stream without marks and late waits"),
+        ({"stream_offsets": np.array([0, 1])}, "not a single stream without marks and late waits"),
+        ({"late_lag": np.ones(1, np.int32)}, "not a single stream without marks and late waits"),
         ({"stage": np.zeros(1, np.int32)}, "column stage does not have 2 rows"),
-        ({"wait_offsets": np.array([0, 2])}, "waits are not partitioned"),
-        ({"waits": np.array([5, -1])}, "column waits leaves"),
-        ({"join_need": np.array([3], np.int32)}, "column join_need leaves 1 and the number of waits"),
+        ({"wait_offsets": np.array([0, 2])}, "wait_offsets do not divide the waits"),
+        ({"waits": np.array([5, -1])}, "column waits has values outside"),
+        ({"join_need": np.array([3], np.int32)}, "column join_need is below 1 or above the number of waits"),
         ({"join_need": np.array([1, 1], np.int32)}, "the columns of joins differ in length"),
-        ({"join_instruction": np.array([2])}, r"column join_instruction leaves 0\.\.1"),
-        ({"opcode": np.array([99, 0], np.int8)}, "column opcode leaves"),
+        ({"join_instruction": np.array([2])}, r"column join_instruction has values outside 0\.\.1"),
+        ({"opcode": np.array([99, 0], np.int8)}, "column opcode has values outside"),
     ],
 )
 def test_damaged_instructions_of_a_log_are_refused(damage, message):

@@ -121,9 +121,9 @@ def test_no_other_word_is_an_optimizer():
     ("exchange", "message"),
     [
         ({"zero": 3, "shard_size": 3}, "shard size of 3 was given for 4 replicas; expected a divisor"),
-        ({"zero": 3, "shard_size": 1}, "at least 2 replicas"),
-        ({"zero": 1, "shard_size": -2}, "at least 2 replicas"),
-        ({"shard_size": 2}, "with ZeRO 0; expected at least 2 replicas that shard states, with ZeRO 1 to 3"),
+        ({"zero": 3, "shard_size": 1}, "expected a shard size of at least 2"),
+        ({"zero": 1, "shard_size": -2}, "expected a shard size of at least 2"),
+        ({"shard_size": 2}, "with ZeRO 0; expected a shard size of at least 2, with ZeRO 1 to 3"),
     ],
 )
 def test_groups_of_replicas_that_share(exchange, message):

@@ -1,4 +1,4 @@
-"""The facts that all packages share: frozen, serialisable, free of torch."""
+"""Data that all packages share: frozen dataclasses that can be written to files, and that need no torch."""
 
 from meshwright.spec.batches import fit_latency, name_model
 from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node, load_cluster, shipped_kinds

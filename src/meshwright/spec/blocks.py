@@ -1,4 +1,4 @@
-"""The structure of a layer: equal for layers that compute the same, whatever the names of their weights."""
+"""A hash of a layer's structure (`block_signature`), equal for layers that differ only in the names of weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 def block_signature(ops: Sequence[Op], tensors: Sequence[Tensor], start: int, stop: int) -> str:
-    """Hash of a layer's structure: operators, attributes, sizes and connections, with values numbered in the layer."""
+    """Return a hash of the structure of the ops ``start:stop`` of a graph: 12 hexadecimal digits.
+
+    The hash covers operators, attributes, FLOPs, shapes, dtypes and connections. Tensors are numbered within the range,
+    so their names and their positions in the graph do not matter.
+    """
     numbers: dict[int, int] = {}
     text: list[Any] = []
 

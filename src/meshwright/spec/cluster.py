@@ -1,4 +1,4 @@
-"""Cluster: devices, nodes and links as plain facts, with the short form ``2x8xH100``.
+"""Cluster: its nodes, devices and links as frozen dataclasses; `load_cluster` also reads short forms (``2x8xH100``).
 
 Each rank is one device: rank 0 is the first device of the first node, and so on, node by node. Two devices of a node
 communicate over the node's ``device_link``; devices of different nodes over a NIC of each node. Shipped device kinds
@@ -33,7 +33,7 @@ MAX_HOST_CALL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection: time of a message = ``latency_s + bytes / bandwidth_bytes_per_s`` (per direction)."""
+    """A connection. In each direction, a message takes ``latency_s + bytes / bandwidth_bytes_per_s`` seconds."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -46,18 +46,18 @@ class Link:
             )
 
     def seconds(self, num_bytes: float) -> float:
-        """Return seconds for one message of ``num_bytes``."""
+        """Return the seconds that one message of ``num_bytes`` takes."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """A kind of device by its datasheet.
+    """A kind of device, such as A100: the figures of its datasheet.
 
     ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. For a GPU, multiprocessors, L2
-    cache, boost clock and CUDA compute capability let kernels be predicted in tiles and waves; 0 means unknown.
-    ``slowdown``: every computation takes this factor times as long as on the kind named ``usual``, to which the figures
-    and measurements refer.
+    cache, boost clock and CUDA compute capability are used to predict kernels in tiles and waves; 0 means unknown.
+    A kind with a ``slowdown`` is a slower version of the kind named ``usual``: every computation takes ``slowdown``
+    times as long. All other figures, and measurements, are those of the kind ``usual``.
     """
 
     name: str
@@ -76,7 +76,8 @@ class DeviceKind:
         numbers = (self.memory_bytes, self.memory_bandwidth_bytes_per_s, *self.peak_flops_per_s.values())
         if not self.peak_flops_per_s or not all(number > 0 for number in numbers):
             raise ClusterError(
-                f"Device kind {self.name!r}: memory, bandwidth and at least one peak rate must be positive."
+                f"Device kind {self.name!r}: memory_bytes, memory_bandwidth_bytes_per_s and all rates in "
+                "peak_flops_per_s (at least one) must be positive."
             )
         if not min(self.num_multiprocessors, self.cache_bytes, self.clock_hz, self.compute_capability) >= 0:
             raise ClusterError(
@@ -85,17 +86,17 @@ class DeviceKind:
             )
         if not 0 < self.slowdown < math.inf or (self.slowdown != 1 and not self.usual):
             raise ClusterError(
-                f"Device kind {self.name!r}: slowdown {self.slowdown} of {self.usual!r}; expected a positive number, "
-                "and, unless it is 1, the name of the kind at its usual speed."
+                f"Device kind {self.name!r} has slowdown {self.slowdown} and usual {self.usual!r}; expected a positive "
+                "slowdown and, unless it is 1, the name of the device kind without the slowdown as usual."
             )
 
     @property
     def usual_name(self) -> str:
-        """The name of the kind at its usual speed."""
+        """Name of the device kind without the slowdown: ``usual``, or ``name`` if there is no slowdown."""
         return self.usual or self.name
 
     def at_usual_speed(self) -> DeviceKind:
-        """Return the kind at its usual speed, with which this one is estimated."""
+        """Return the device kind without the slowdown; costs of this kind are estimated from that one."""
         return self if not self.usual else replace(self, name=self.usual, slowdown=1.0, usual="")
 
 
@@ -108,16 +109,19 @@ class DeviceGroup:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ClusterError(f"A group of {self.count} devices of kind {self.kind!r}; expected at least one.")
+            raise ClusterError(
+                f"A node has a group of {self.count} devices of kind {self.kind!r}; expected at least one device."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A host: its devices, memory and cores, and its links.
 
-    ``device_link`` joins two devices, ``pcie`` a device and the host, ``nic`` (one of ``num_nics``) two nodes. The
-    host memory bandwidth is that of all channels, reads and writes together; ``host_call_s`` are the seconds that the
-    host takes to issue the addition of two small tensors to a device. For both, 0 means unknown.
+    ``device_link`` connects two devices of the node, ``pcie`` a device with the host, and ``nic`` the node with other
+    nodes (one of ``num_nics`` equal NICs). The host memory bandwidth is the sum of all channels, reads and writes
+    together; ``host_call_s`` are the seconds that the host takes to issue the addition of two small tensors to a
+    device. For both, 0 means unknown.
     """
 
     name: str
@@ -138,27 +142,27 @@ class Node:
             raise ClusterError(f"Node {self.name!r} has {self.num_nics} NICs; expected 1 to {MAX_RANKS}.")
         if not self.host_memory_bandwidth_bytes_per_s >= 0:
             raise ClusterError(
-                f"Node {self.name!r}: a host memory bandwidth of {self.host_memory_bandwidth_bytes_per_s} B/s; "
-                "expected a positive number; leave it out if it is unknown."
+                f"Node {self.name!r} has host_memory_bandwidth_bytes_per_s = "
+                f"{self.host_memory_bandwidth_bytes_per_s}; expected a positive number. Leave it out if it is unknown."
             )
         if not 0 <= self.host_call_s <= MAX_HOST_CALL_S:
             raise ClusterError(
-                f"Node {self.name!r}: its host takes {self.host_call_s} s to issue an op; expected more than 0 and at "
-                f"most {MAX_HOST_CALL_S} s, such as 6.5e-6; leave it out if it is unknown."
+                f"Node {self.name!r} has host_call_s = {self.host_call_s}, the seconds in which the host issues one "
+                f"op; expected more than 0 and at most {MAX_HOST_CALL_S}, as 6.5e-6. Leave it out if it is unknown."
             )
 
     @property
     def num_devices(self) -> int:
-        """Devices in this node."""
+        """Number of devices in this node."""
         return sum(group.count for group in self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racks:
-    """Racks of nodes: the first ``nodes_per_rack``, the next, and so on, each with ``num_uplinks`` links to the others.
+    """Racks of ``nodes_per_rack`` consecutive nodes each; every rack has ``num_uplinks`` links to the other racks.
 
-    A message between racks occupies an uplink outwards and one inwards; the n NICs of a rack share u uplinks as devices
-    share NICs: NIC i uses uplink floor(i u / n).
+    A message between racks occupies one uplink of the sending rack and one of the receiving rack. The NICs of a rack
+    share its uplinks: of n NICs, NIC i uses uplink floor(i u / n), where u is ``num_uplinks``.
     """
 
     nodes_per_rack: int
@@ -168,25 +172,28 @@ class Racks:
     def __post_init__(self) -> None:
         if not (1 <= self.nodes_per_rack <= MAX_RANKS and 1 <= self.num_uplinks <= MAX_RANKS):
             raise ClusterError(
-                f"Racks of {self.nodes_per_rack} nodes with {self.num_uplinks} uplinks; expected 1 to {MAX_RANKS} of "
-                "each."
+                f"The cluster's racks have {self.nodes_per_rack} nodes and {self.num_uplinks} uplinks; expected 1 to "
+                f"{MAX_RANKS} of each (nodes_per_rack, num_uplinks)."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePath:
-    """A path between two nodes (by index) in addition to their NICs; it matters if it is slower than these."""
+    """A link between two nodes (their indices), through which their messages pass in addition to both NICs.
+
+    A message gets the largest latency and the smallest bandwidth of the two NICs and this link.
+    """
 
     nodes: tuple[int, int]
     link: Link
 
 
 class DeviceColumns(NamedTuple):
-    """Facts of all devices of a cluster, each of shape (ranks,).
+    """Arrays about all devices of a cluster, each of shape (num_ranks,).
 
-    ``node`` is the index of the device's node, ``nic`` that of its NIC there: in a node of d devices with k NICs,
-    device i uses NIC floor(i k / d). Nodes with equal ``node_kind`` differ only in their names; ``kind`` indexes the
-    cluster's device kinds.
+    ``node`` is the index of the device's node, ``nic`` the index of its NIC in that node: in a node of d devices with k
+    NICs, device i uses NIC floor(i k / d). ``node_kind`` is equal for nodes that differ only in name and source.
+    ``kind`` is an index into the cluster's ``device_kinds``.
     """
 
     node: NDArray[np.int64]
@@ -197,9 +204,10 @@ class DeviceColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes and the device kinds that they name. Raises ClusterError if a kind is missing or the cluster has no device.
+    """Nodes, and the device kinds that they name.
 
-    Nodes communicate without anything between their NICs, unless the cluster has ``racks`` or ``paths``.
+    A message between two nodes passes through their NICs and, if the cluster has ``racks`` or ``paths``, through these.
+    Raises ClusterError if a device kind is missing or the cluster has no device.
     """
 
     name: str
@@ -228,8 +236,8 @@ class Cluster:
         for path in self.paths:
             if path.nodes[0] == path.nodes[1] or not all(0 <= index < len(self.nodes) for index in path.nodes):
                 raise ClusterError(
-                    f"A path between nodes {path.nodes[0]} and {path.nodes[1]}; the cluster has nodes 0 to "
-                    f"{len(self.nodes) - 1}. Name two of them."
+                    f"The cluster has a path between nodes {path.nodes[0]} and {path.nodes[1]}; expected two different "
+                    f"nodes, numbered 0 to {len(self.nodes) - 1}."
                 )
         places = (
             (index, known[group.kind])
@@ -241,11 +249,11 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Devices in the whole cluster."""
+        """Number of devices in the whole cluster; each device is one rank."""
         return len(self._places)
 
     def node_index(self, rank: int) -> int:
-        """Index of the node that holds the device of ``rank``."""
+        """Return the index of the node that holds the device of ``rank``."""
         return self._places[rank][0]
 
     def device_kind(self, rank: int) -> DeviceKind:
@@ -253,15 +261,15 @@ class Cluster:
         return self._places[rank][1]
 
     def columns(self) -> DeviceColumns:
-        """Return facts of all devices as arrays, computed once."""
+        """Return arrays about all devices; they are computed by the first call."""
         if not self._columns:
             self._columns.append(_device_columns(self))
         return self._columns[0]
 
     def without(self, devices: Collection[int]) -> Cluster:
-        """Return the cluster without these devices; ranks count the others from 0. Nodes stay, even empty ones.
+        """Return the cluster without ``devices`` (ranks); the remaining devices are numbered from 0.
 
-        Raises ClusterError if no device is left.
+        Nodes keep their indices, even if they lose all devices. Raises ClusterError if no device is left.
         """
         nodes, rank, gone = list[Node](), 0, frozenset(devices)
         for node in self.nodes:
@@ -274,7 +282,11 @@ class Cluster:
         return replace(self, nodes=tuple(nodes), device_kinds=kinds)
 
     def link_between(self, first: int, second: int) -> Link:
-        """Return the link for messages between two ranks: the node's own, or the slowest on the path between nodes."""
+        """Return the link for messages between two ranks.
+
+        Within a node it is the ``device_link``. Between nodes it combines NICs, paths and uplinks: the smallest
+        bandwidth of all, and the largest latency of NICs and paths plus that of the uplinks.
+        """
         nodes = self.node_index(first), self.node_index(second)
         if nodes[0] == nodes[1]:
             return self.nodes[nodes[0]].device_link
@@ -287,11 +299,11 @@ class Cluster:
         )
 
     def rack_of(self, node: int) -> int:
-        """Index of the rack of a node; 0 in a cluster without racks."""
+        """Return the index of a node's rack; 0 in a cluster without racks."""
         return 0 if self.racks is None else node // self.racks.nodes_per_rack
 
     def paths_among(self, nodes: Collection[int]) -> tuple[NodePath, ...]:
-        """Return the paths with both ends among some nodes."""
+        """Return the paths whose two ends are both among ``nodes`` (indices)."""
         return tuple(path for path in self.paths if path.nodes[0] in nodes and path.nodes[1] in nodes)
 
 
@@ -345,7 +357,7 @@ def load_cluster(reference: str | Path) -> Cluster:
 
 @cache
 def shipped_kinds() -> tuple[str, ...]:
-    """Return names of the device kinds that come with Meshwright."""
+    """Return the names of the device kinds that ship with Meshwright, sorted."""
     folder = resources.files("meshwright.spec") / "hardware"
     return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
 

@@ -1,4 +1,4 @@
-"""One codec for all documents: frozen dataclasses ↔ JSON or TOML, strict in both directions.
+"""The codec of all documents: it converts frozen dataclasses to JSON or TOML and back, strictly.
 
 A document is a mapping whose first key is ``schema``: ``"meshwright/<name>/<version>"``. The field types of the
 dataclass define the legal values: scalars, ``Literal``, ``X | None``, tuples, ``dict[str, X]``, nested dataclasses,
@@ -34,7 +34,10 @@ _SCHEMA = re.compile(r"meshwright/(?P<kind>[^/]+)/[^/]+")
 
 
 def encode(value: Any) -> Any:
-    """Turn a dataclass (or any value that its fields may hold) into JSON-able data."""
+    """Turn a dataclass (or any value that its fields may hold) into plain data for JSON.
+
+    Fields that have their default value are left out. Raises DocumentError for a float that is not finite.
+    """
     if type(value) in (int, str):  # most values
         return value
     if hasattr(value, "encode_scalar"):
@@ -62,17 +65,24 @@ def encode(value: Any) -> Any:
 
 
 def decode(cls: type[T], data: Any, where: str = "") -> T:
-    """Build ``cls`` from plain data; raise DocumentError with the path of any value that does not fit."""
+    """Build an instance of ``cls`` from plain data.
+
+    Raises DocumentError with the path of a value that does not fit. Paths begin with ``where`` (default: class name).
+    """
     return typing.cast("T", _decode(cls, data, where or cls.__name__.lower()))
 
 
 def encode_document(value: Any) -> dict[str, Any]:
-    """Like `encode`, with the ``schema`` key in front."""
+    """Return a document as plain data (`encode`), with the key ``schema`` first."""
     return {"schema": _schema(type(value)), **encode(value)}
 
 
 def decode_document(cls: type[T], data: Any, where: str) -> T:
-    """Like `decode`, after checking the ``schema`` key; ``cls.upgraded(data, version)`` reads older versions."""
+    """Build an instance of ``cls`` from a document, after checking its key ``schema``.
+
+    If the class has a function ``upgraded(data, version)``, documents of older versions are converted by it first.
+    Raises DocumentError, whose messages begin with ``where``, for another schema or a value that does not fit.
+    """
     expected = _schema(cls)
     if not isinstance(data, dict):
         raise DocumentError(f"{where}: expected a document {expected!r}, found {type(data).__name__}.")
@@ -83,9 +93,9 @@ def decode_document(cls: type[T], data: Any, where: str) -> T:
 
 
 def document_kind(data: Any) -> str | None:
-    """Return the kind in the data's schema (``plan`` for ``"meshwright/plan/1"``).
+    """Return the kind of a document by its schema: ``plan`` for ``"meshwright/plan/1"``.
 
-    None if it is not a Meshwright document.
+    Returns None if the data is not a Meshwright document.
     """
     schema = data.get("schema") if isinstance(data, dict) else None
     match = _SCHEMA.fullmatch(schema) if isinstance(schema, str) else None
@@ -93,7 +103,7 @@ def document_kind(data: Any) -> str | None:
 
 
 def write_document(value: Any, path: Path | str) -> Path:
-    """Write a document as TOML or JSON, by the file's suffix. The file appears whole or not at all."""
+    """Write a document as TOML or JSON, by the suffix of ``path``. The file is written completely or not at all."""
     path = Path(path)
     data = encode_document(value)
     text = TOML_HEAD + tomli_w.dumps(data) + TOML_TAIL if path.suffix == ".toml" else dump_json(data)
@@ -101,18 +111,21 @@ def write_document(value: Any, path: Path | str) -> Path:
 
 
 def read_document(cls: type[T], path: Path | str) -> T:
-    """Read a TOML or JSON document of type ``cls``; DocumentError names file, place and remedy."""
+    """Read a TOML or JSON document of type ``cls``. Raises DocumentError with the file, the key and what to do."""
     path = Path(path)
     return decode_document(cls, read_data(path), str(path))
 
 
 def dump_json(data: Any) -> str:
-    """JSON with one key per line at the two outer levels and compact rows inside: diffable and still small."""
+    """Return JSON text with one key or list item per line at the two outer levels, and compact text inside.
+
+    Such files are small, and a line-by-line diff of them is readable.
+    """
     return _dump(data, 0) + "\n"
 
 
 def content_hash(value: Any) -> str:
-    """Hash of the canonical JSON of a document: 16 hexadecimal digits of SHA-256."""
+    """Return the hash of a document's canonical JSON: the first 16 hexadecimal digits of its SHA-256."""
     text = json.dumps(encode_document(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -198,7 +211,9 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 
 def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise DocumentError(f"{where}: expected a table of {cls.__name__}, found {type(data).__name__}.")
+        raise DocumentError(
+            f"{where}: expected a table of {cls.__name__} (keys and values), found {type(data).__name__}."
+        )
     renamed = getattr(cls, "RENAMED_KEYS", {})
     data = {renamed.get(key, key): value for key, value in data.items()}
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}

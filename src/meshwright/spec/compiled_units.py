@@ -1,11 +1,13 @@
-"""Which ops of a graph are compiled together: those of a layer, of a part of it, or of a few small layers.
+"""Compiled units: ranges of ops that torch compiles together, each a layer, a part of a layer, or a few small layers.
 
-A unit has one backward, so the gradients of all its parameters come at its end: one unit for a whole stage would leave
-no backward during which gradients could be reduced. Layers are also the units that fully sharded replicas gather and
-free (`program.sharding.zero`), and repeated layers share one compilation. If a stage whose gradients are summed in
-buckets has few layers, these are cut into parts: the gradients of the last unit are summed after the backward has
-ended. Elements of an ``nn.Sequential`` are layers of an op or two, between which much can be fused: neighbours are
-joined while a unit has few ops and few of the weights, but not if layers are gathered.
+A unit has one backward, at whose end the gradients of all its parameters become available. With one unit for a whole
+stage, no gradient synchronisation could overlap with the backward. Layers are the natural units: ZeRO 2 and 3 gather
+and free parameters layer by layer (`program.sharding.zero`), and equal layers share one compilation.
+
+Layers are cut into parts if a stage with replicas has few layers, because the gradients of the last unit are summed
+after the backward has ended. Small neighbouring layers are joined, because an element of an ``nn.Sequential`` has an op
+or two, and fusion needs more. A joined unit has few ops and few of the weights. Under ZeRO 2 and 3 layers are neither
+cut nor joined.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ AS_LAYERS = -1
 
 
 def parts_of_layers(plan: Plan) -> int:
-    """Return the number of parts into which each layer of a plan is cut to be compiled; 1: small layers are joined.
+    """Return the number of parts into which each layer of a plan is cut for compilation; 1: layers are not cut.
 
-    `AS_LAYERS` if layers are gathered (ZeRO 2 and 3), 0 if the plan is not compiled.
+    Returns `AS_LAYERS` (-1) under ZeRO 2 and 3, where each layer is one unit, and 0 if the plan is not compiled.
     """
     if not plan.compiled:
         return 0
@@ -45,10 +47,10 @@ def parts_of_layers(plan: Plan) -> int:
 
 @lru_cache(maxsize=64)
 def compiled_units(graph: Graph) -> Ranges:
-    """Return ranges of ops ``start:stop``, ascending and disjoint; empty for a graph that is not compiled.
+    """Return the compiled units: ranges of ops ``start:stop``, ascending and disjoint; empty without compilation.
 
-    A recomputed range is a unit of its own, unless it reads buffers, which a recompute must not change. Ops at which
-    ranks of a mesh axis exchange are in no unit.
+    A recomputed range is a unit by itself. If it reads buffers, which a recompute must not change, it is not compiled.
+    Ops with a collective inside a stage (`Graph.collectives`) are in no unit.
     """
     if not graph.compiled:
         return ()
@@ -67,7 +69,7 @@ def compiled_units(graph: Graph) -> Ranges:
 
 @lru_cache(maxsize=64)
 def unit_starts(graph: Graph) -> tuple[int, ...]:
-    """For every op the first op of its unit; for an op outside all units, the op itself."""
+    """Return, for every op, the first op of its compiled unit; for an op outside all units, the op itself."""
     starts = list(range(len(graph.ops)))
     for start, stop in compiled_units(graph):
         starts[start:stop] = [start] * (stop - start)

@@ -1,17 +1,18 @@
-"""Controllers: decisions made while a program runs, as data that an interpreter of programs can read.
+"""Controllers: pure functions that decide while a program runs, and their decisions as data.
 
 A controller is a pure function of its state, the last event and the time:
 
     decide(state, event, now) = (state', decision)
 
 The simulator calls it when an event occurs on the virtual clock, and appends the instructions of the decision to the
-streams of their ranks; the runtime does not call controllers yet. Instructions have **handles**: those of the program's
-body are their rows, 0 to n - 1, and issued instructions are numbered from n in the order of issue. Marks of the body
-are numbered downwards from -1.
+streams of their ranks. The runtime does not call controllers yet. A **handle** is the number of an instruction: the row
+number, 0 to n - 1, for the n instructions of the program's body, and n, n + 1, ... for issued instructions in the order
+of issue. Marks of the body are numbered -1, -2, ...
 
-Events have a total order: the start is first; then by time, at equal times ends before timers, ends in the order of
-handles, timers in the order in which they were set. At each time, all that follows without using a link happens before
-the events, and links are assigned after them. No issued instruction starts before the time of its decision.
+The order of events is fixed: the start is first, then events are ordered by time. At equal times, ends of instructions
+come before timers; ends are in the order of handles, timers in the order in which they were set. At each time,
+everything that needs no link (ends, marks, joins, work that takes no time) happens before the events, and links are
+assigned to waiting transfers after the events. No issued instruction starts before the time of its decision.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issue:
-    """One instruction for the end of a stream of a rank.
+    """One instruction that a controller appends to a stream of a rank.
 
-    It continues after ``need`` of the instructions in ``waits`` have happened; None means all. ``group``
-    names the ranks that take part in communication. When a ``watched`` instruction ends, the controller receives an
-    event. An ``abandonable`` computation can be abandoned later.
+    ``waits`` are the handles (or negative numbers of marks) for which the instruction waits; ``need`` of them suffice,
+    all of them if it is None. ``group`` lists the ranks that take part in communication. When a ``watched`` instruction
+    ends, the controller receives an `Ended` event. A later decision can abandon an ``abandonable`` computation.
     """
 
     rank: int
@@ -45,7 +46,7 @@ class Issue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timer:
-    """Request an event at a time, which may be now; ``number`` is chosen by the controller."""
+    """A request for a `Rang` event at the time ``at_ps`` (in ps, now or later) with the controller's own ``number``."""
 
     at_ps: int
     number: int = 0
@@ -53,12 +54,13 @@ class Timer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The output of a controller. ``watch`` names instructions of the program's body; only in the first decision.
+    """The output of a controller: instructions to issue, timers to set, and instructions to watch or to abandon.
 
-    ``abandon`` abandons abandonable computations of earlier decisions: one that runs ends now, one that has not started
-    takes no time when its turn comes, and one that has ended stays as it is.
+    ``watch`` lists handles of the program's body; only the first decision may have it. ``abandon`` lists handles of
+    abandonable computations of earlier decisions: a running one ends now, and one that has not started takes no time
+    when its turn comes. Computations that have ended are not affected.
 
-    All members of a collective are in one decision, and a send precedes its receive, in the same or an earlier
+    One decision issues all members of a collective. A send is issued before its receive, in the same or an earlier
     decision.
     """
 
@@ -73,14 +75,14 @@ NOTHING = Decision()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The program starts, at time 0. The first instruction of the decision gets the handle ``next_handle``."""
+    """Event: the program starts, at time 0. The first instruction of the decision gets the handle ``next_handle``."""
 
     next_handle: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A watched instruction has ended."""
+    """Event: a watched instruction of ``rank`` with this ``handle`` has ended; ``next_handle`` as in `Started`."""
 
     next_handle: int
     handle: int
@@ -90,7 +92,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rang:
-    """The time of a timer has come."""
+    """Event: the time of the `Timer` with this ``number`` has come; ``next_handle`` as in `Started`."""
 
     next_handle: int
     number: int
@@ -100,13 +102,13 @@ Event = Started | Ended | Rang
 
 
 class Controller(Protocol[State]):
-    """A policy: frozen facts, an initial state, and a pure function. States are values that are never changed."""
+    """A decision policy: an initial state and a pure function from events to decisions. States are immutable values."""
 
     @property
     def initial(self) -> State:
-        """The state before the start."""
+        """The controller's state before the first event."""
         ...
 
     def decide(self, state: State, event: Event, now_ps: int) -> tuple[State, Decision]:
-        """Return the state after an event, and the decision."""
+        """Return the state after ``event``, which occurs at the time ``now_ps`` (ps), and the decision."""
         ...

@@ -1,12 +1,15 @@
-"""The log of a controller's decisions: columns that are read back, replayed, or turned into an ordinary program.
+"""The log of a controller's decisions, as columns. It can be replayed, or turned into a program without a controller.
 
-Decision k was made at ``now_ps[k]`` about the event ``event_kind[k]`` (an index into `EVENTS`) of ``event_number[k]``:
-the handle that ended, or the number of the timer. It issued rows ``issue_offsets[k]`` to ``issue_offsets[k + 1]`` of
-``issued``, for the streams (indices into `STREAM_NAMES`) of ``rank``, and set timers in the same way. ``issued`` has
-one stream, in the order of issue; its waits are handles (`control`), and so are the instructions in ``watched`` and
-``abandonable``, ascending. Decision ``abandon_decision[j]``, ascending, abandoned ``abandoned[j]``.
+Decision k was made at ``now_ps[k]`` for an event of the class ``EVENTS[event_kind[k]]``; ``event_number[k]`` is the
+handle that ended, the number of the timer, or 0 for the start. The decision issued the instructions in the rows
+``issue_offsets[k]`` to ``issue_offsets[k + 1]`` of ``issued``. Row i belongs to the stream ``STREAM_NAMES[stream[i]]``
+of ``rank[i]``. Likewise, the decision set the timers ``timer_offsets[k]`` to ``timer_offsets[k + 1]``.
 
-A log is replayed by `Replay`, a controller that repeats its decisions and refuses any other event or time.
+``issued`` is a section with one stream, in the order of issue. Its waits are handles (`control`). ``watched`` and
+``abandonable`` list handles, ascending. Decision ``abandon_decision[j]`` (ascending) abandoned the computation with
+the handle ``abandoned[j]``.
+
+`Replay` is a controller that repeats the decisions of a log and refuses any other event or time.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecisionLog:
-    """Every decision of one run, in order (see the module's docstring).
+    """All decisions of one run, in order. The module's docstring describes the columns.
 
-    ``num_instructions`` is the number of instructions of the program's body; issued ones are numbered from there.
+    ``num_instructions`` is the number of instructions of the program's body; it is the first handle of issued ones.
+    Raises DocumentError if the columns contradict each other.
     """
 
     num_ranks: int
@@ -60,17 +64,28 @@ class DecisionLog:
 
     def __post_init__(self) -> None:
         count, num_issued = self.num_decisions, self.issued.num_instructions
-        _require(self.num_ranks >= 1 and self.num_instructions >= 0, "it has no ranks")
+        _require(
+            self.num_ranks >= 1 and self.num_instructions >= 0, "num_ranks is below 1, or num_instructions is negative"
+        )
         _require(self.num_instructions < 2**62, "num_instructions is 2^62 or more")
         _require(len(self.event_kind) == len(self.event_number) == count, "the columns of events differ in length")
         _require(len(self.rank) == len(self.stream) == num_issued, f"rank and stream do not have {num_issued} rows")
         _require(len(self.timer_ps) == len(self.timer_number), "the columns of timers differ in length")
-        _require(_partitions(self.issue_offsets, count, num_issued), "issue_offsets do not partition what was issued")
-        _require(_partitions(self.timer_offsets, count, len(self.timer_ps)), "timer_offsets do not partition timers")
+        _require(
+            _partitions(self.issue_offsets, count, num_issued),
+            "issue_offsets do not divide the issued instructions among decisions",
+        )
+        _require(
+            _partitions(self.timer_offsets, count, len(self.timer_ps)),
+            "timer_offsets do not divide the timers among decisions",
+        )
         is_plain = self.issued.stream_offsets.tolist() == [0, num_issued]
         is_plain = is_plain and not any(len(getattr(self.issued, name)) for name in _ABSENT)
-        _require(is_plain, "what was issued is not one stream without marks and late waits")
-        _require(_partitions(self.issued.wait_offsets, num_issued, len(self.issued.waits)), "waits are not partitioned")
+        _require(is_plain, "issued is not a single stream without marks and late waits")
+        _require(
+            _partitions(self.issued.wait_offsets, num_issued, len(self.issued.waits)),
+            "wait_offsets do not divide the waits",
+        )
         for name, values, low, high in (
             ("event_kind", self.event_kind, 0, len(EVENTS)),
             ("rank", self.rank, 0, self.num_ranks),
@@ -85,10 +100,10 @@ class DecisionLog:
             ("timer_number", self.timer_number, 0, _MOST),
         ):
             legal = not len(values) or (values.min() >= low and values.max() < high)
-            _require(bool(legal), f"column {name} leaves {low}..{high - 1}")
+            _require(bool(legal), f"column {name} has values outside {low}..{high - 1}")
         members = [rank for group in self.groups for rank in group]
         is_legal = not members or (min(members) >= 0 and max(members) < self.num_ranks)
-        _require(is_legal, f"column groups leaves 0..{self.num_ranks - 1}")
+        _require(is_legal, f"column groups has values outside 0..{self.num_ranks - 1}")
         for name in _COLUMNS:
             _require(len(getattr(self.issued, name)) == num_issued, f"column {name} does not have {num_issued} rows")
         for name, steps, least in (
@@ -100,13 +115,13 @@ class DecisionLog:
         ):
             _require(bool((steps >= least).all()), f"column {name} does not ascend")
         kinds = np.flatnonzero(self.event_kind == EVENTS.index(Started))
-        _require(kinds.tolist() == [0][:count], "not the first of its events is the start, and only that")
+        _require(kinds.tolist() == [0][:count], "its first event is not the start, or the start occurs twice")
         _check_joins(self.issued)
         _check_abandoned(self)
         _check_events(self)
         known = self.num_instructions + np.repeat(self.issue_offsets[1:], np.diff(self.issue_offsets))
         known = np.repeat(known, np.diff(self.issued.wait_offsets))
-        _require(bool((self.issued.waits < known).all()), "column waits names what is issued in a later decision")
+        _require(bool((self.issued.waits < known).all()), "column waits names an instruction of a later decision")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DecisionLog) and all(
@@ -124,7 +139,7 @@ class DecisionLog:
         return len(self.now_ps)
 
     def decision(self, index: int) -> Decision:
-        """Return the typed view of one decision."""
+        """Return decision number ``index`` as an object."""
         rows = range(int(self.issue_offsets[index]), int(self.issue_offsets[index + 1]))
         timers = slice(int(self.timer_offsets[index]), int(self.timer_offsets[index + 1]))
         pairs = zip(self.timer_ps[timers].tolist(), self.timer_number[timers].tolist(), strict=True)
@@ -154,7 +169,10 @@ class DecisionLog:
 
 
 def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Event, int, Decision]]) -> DecisionLog:
-    """Return the log of decisions in a program of ``num_instructions`` instructions: events, times in ps, decisions."""
+    """Return the log of the decisions made for a program whose body has ``num_instructions`` instructions.
+
+    ``decided`` yields (event, time in ps, decision), in order.
+    """
     rows = list(decided)
     decisions = [decision for _, _, decision in rows]
     issues = [issue for decision in decisions for issue in decision.issues]
@@ -198,19 +216,19 @@ def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Even
 
 
 def event_number(event: Event) -> int:
-    """Return the number that identifies an event within its kind: the handle that ended, the number of the timer, 0."""
+    """Return the ``event_number`` of an event: the handle that ended, the number of the timer, or 0 for the start."""
     return event.handle if isinstance(event, Ended) else event.number if isinstance(event, Rang) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The controller that repeats a log; its state is the number of decisions made."""
+    """A controller that repeats the decisions of a log; its state is the number of decisions made so far."""
 
     log: DecisionLog
     initial: int = 0
 
     def decide(self, state: int, event: Event, now_ps: int) -> tuple[int, Decision]:
-        """Return the decision of the log. Raises ProgramError if the event or its time differs from the log."""
+        """Return the next decision of the log. Raises ProgramError if the event or its time differs from the log."""
         log = self.log
         given = (EVENTS.index(type(event)), event_number(event), now_ps)
         logged = (
@@ -221,19 +239,19 @@ class Replay:
         if given != logged:
             expected = _describe(*logged) if logged else f"nothing after its {log.num_decisions} decisions"
             raise ProgramError(
-                f"The log of decisions does not fit: event {state} is {_describe(*given)}; the log has {expected}. "
-                "Replay a log with the program, costs and contention that it was made with."
+                f"The log of decisions does not fit this run: its event {state} is {_describe(*given)}; the log has "
+                f"{expected}. Replay a log with the program, costs and contention that it was made with."
             )
         return state + 1, log.decision(state)
 
     def check_end(self, num_decisions: int) -> None:
-        """Raise ProgramError unless all decisions of the log were made."""
+        """Raise ProgramError if a run ended after ``num_decisions`` decisions and the log has more."""
         if num_decisions < self.log.num_decisions:
             following = int(self.log.event_kind[num_decisions]), int(self.log.event_number[num_decisions])
             raise ProgramError(
-                f"The log of decisions does not fit: the run ended after {num_decisions} events; the log continues "
-                f"with {_describe(*following, int(self.log.now_ps[num_decisions]))}. Replay a log with the program, "
-                "costs and contention that it was made with."
+                f"The log of decisions does not fit this run, which ended after {num_decisions} events; the log "
+                f"continues with {_describe(*following, int(self.log.now_ps[num_decisions]))}. Replay a log with the "
+                "program, costs and contention that it was made with."
             )
 
 
@@ -254,15 +272,15 @@ def _check_joins(issued: Section) -> None:
     joins, need = issued.join_instruction, issued.join_need
     _require(len(need) == len(joins), "the columns of joins differ in length")
     legal = (need >= 1) & (need <= np.diff(issued.wait_offsets)[joins])
-    _require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
+    _require(bool(legal.all()), "column join_need is below 1 or above the number of waits of an instruction")
 
 
 def _check_abandoned(log: DecisionLog) -> None:
     """Check that abandoned computations were issued before, as abandonable."""
-    _require(len(log.abandoned) == len(log.abandon_decision), "the columns of what was abandoned differ in length")
+    _require(len(log.abandoned) == len(log.abandon_decision), "columns abandoned and abandon_decision differ in length")
     known = log.num_instructions + log.issue_offsets[log.abandon_decision]
     legal = bool((log.abandoned < known).all()) and bool(np.isin(log.abandoned, log.abandonable).all())
-    _require(legal, "column abandoned names what was not issued before, or is not abandonable")
+    _require(legal, "column abandoned names an instruction that was not issued before, or is not abandonable")
     computes = log.stream[log.abandonable - log.num_instructions] == _PLACES["compute"]
     _require(bool(computes.all()), "column abandonable names instructions that do not compute")
 
@@ -272,7 +290,7 @@ def _check_events(log: DecisionLog) -> None:
     ended = log.event_kind == EVENTS.index(Ended)
     handles, known = log.event_number[ended], log.num_instructions + log.issue_offsets[:-1][ended]
     legal = bool((handles < known).all()) and bool(np.isin(handles, log.watched).all())
-    _require(legal, "column event_number names ends of what was not issued before, or is not watched")
+    _require(legal, "column event_number names an instruction that was not issued before, or is not watched")
     _require(bool((log.event_number >= 0).all()), "column event_number has a negative entry")
     _require(not log.event_number[:1].any(), "column event_number does not begin with 0, for the start")
 

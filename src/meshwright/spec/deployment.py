@@ -9,8 +9,8 @@
     Trunk      the first layers of several models, which differ in their heads
     Scaling    the number of devices follows the arrivals
 
-All devices of a deployment are alike; `Straggler` makes some of them slower than assumed. They hold all of its models,
-or, in a deployment with groups, those of their group. Rates are requests per second.
+All devices of a deployment are alike, except that a `Straggler` is slower. Each device holds all models or, in a
+deployment with groups, the models of its group. Rates are requests per second.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisson:
-    """Requests that arrive independently of each other."""
+    """Poisson arrivals: ``rate`` requests per second on average, independent of each other."""
 
     KIND: ClassVar = "poisson"
     rate: float
@@ -58,7 +58,10 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gamma:
-    """Gaps of a gamma distribution with this ``shape``: 1 is Poisson, 0.1 comes in bursts (CV² of gaps is 1/shape)."""
+    """Arrivals whose gaps have a gamma distribution: ``rate`` requests per second on average.
+
+    The squared coefficient of variation of the gaps is 1 / ``shape``. Shape 1 is Poisson; 0.1 gives bursts.
+    """
 
     KIND: ClassVar = "gamma"
     rate: float
@@ -70,7 +73,10 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diurnal:
-    """Poisson arrivals whose rate swings as a cosine between ``low`` and ``high``, starting with ``low``."""
+    """Poisson arrivals whose rate follows a cosine between ``low`` and ``high`` (requests per second).
+
+    The rate is ``low`` at the start and after every ``period``.
+    """
 
     KIND: ClassVar = "diurnal"
     low: float
@@ -83,15 +89,15 @@ class Diurnal:
 
     @property
     def rate(self) -> float:
-        """The mean rate."""
+        """Mean rate in requests per second."""
         return (self.low + self.high) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Arrival times from a text file, one per line: seconds from its start, ascending.
+    """Arrival times from a text file, one per line: seconds from the start of the trace, ascending.
 
-    A relative path starts at the deployment's folder. ``speed`` 2 replays the file in half the time.
+    A relative path is relative to the deployment's folder. ``speed`` 2 replays the file in half the time.
     """
 
     KIND: ClassVar = "trace"
@@ -124,7 +130,7 @@ DATATYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """An input or output tensor of a served model: ``shape`` is that of one sample, without the batch."""
+    """An input or output tensor of a served model. ``shape`` is the shape of one sample, without the batch dim."""
 
     name: str
     datatype: str = "FP32"
@@ -132,7 +138,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ServingError("A tensor has an empty name, so requests cannot name it. Give it another one.")
+            raise ServingError("A tensor has an empty name, so requests cannot name it. Give it a name.")
         if self.datatype not in DATATYPES:
             raise ServingError(
                 f"Tensor {self.name!r}: unknown datatype {self.datatype!r}{suggest(self.datatype, DATATYPES)}. "
@@ -141,7 +147,7 @@ class TensorSpec:
         if any(size < 1 for size in self.shape) or self.num_bytes > LARGEST_SAMPLE:
             raise ServingError(
                 f"Tensor {self.name!r}: a sample of shape {list(self.shape)} was given; expected sizes of at least "
-                f"1, and {LARGEST_SAMPLE} bytes at most. Give the shape of one sample, without the batch."
+                f"1, and at most {LARGEST_SAMPLE} bytes in all. Give the shape of one sample, without the batch."
             )
 
     @property
@@ -152,18 +158,21 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model, the time of its batches, its SLO (``slo``: time until an answer is due), and its arrivals.
+    """A served model: the latency of its batches, its SLO and its arrivals.
 
-    ``copies`` is the number of models of this kind, each with such arrivals. ``model`` names what a server runs: a zoo
-    name, a shape file, a Hugging Face configuration, ``model.pt2``, ``file.py:function``, with ``sequence_length`` or
-    ``image_size`` if they are needed; paths start at the deployment's folder. Without it, a server sleeps for the time
-    of a batch, and ``inputs`` and ``outputs`` have to be given. ``latency`` may be left out if a server runs a model;
-    the server then measures it.
+    ``slo`` is the time from a request's arrival to its deadline. ``copies`` is the number of such models; each of them
+    has its own ``arrivals``.
 
-    ``inputs`` and ``outputs`` are found by running the model once; given ones rename them, or choose among outputs.
-    ``preprocess`` and ``postprocess`` are ``file.py:function``: the first makes the model's arguments from ``inputs``,
-    which must then be given, the second transforms its outputs.
-    ``memory`` is the memory of one copy on a device that holds it, and ``load`` the time to load its weights there.
+    ``model`` names what a server runs: a zoo name, a shape file, a Hugging Face configuration, ``model.pt2`` or
+    ``file.py:function``; paths are relative to the deployment's folder. ``sequence_length`` and ``image_size`` change
+    its sizes. Without ``model``, a server sleeps for the latency of a batch, and ``inputs`` and ``outputs`` have to be
+    given. ``latency`` may be left out if a server runs a ``model``: the server then measures it.
+
+    A server finds ``inputs`` and ``outputs`` by running the model once. If they are given, they rename the tensors, or
+    select some of the outputs. ``preprocess`` and ``postprocess`` are ``file.py:function``: the first makes the model's
+    arguments from ``inputs``, which must then be given; the second transforms the model's outputs.
+
+    ``memory`` is the number of bytes that one copy takes on a device, ``load`` the time to load its weights there.
     """
 
     name: str
@@ -183,14 +192,14 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ServingError("A model has an empty name, so requests cannot name it. Give it another one.")
+            raise ServingError("A model has an empty name, so requests cannot name it. Give it a name.")
         _check(f"Model {self.name!r}", load=(0.0, self.load, LONGEST))
         _check(f"Model {self.name!r}", slo=(1e-6, self.slo, LONGEST), copies=(1, self.copies, MOST_MODELS))
         _check(f"Model {self.name!r}", **{name: (1, size, LARGEST_SAMPLE) for name, size in self.sizes.items()})
         if self.latency is not None and self.latency.of(1) > self.slo:
             raise ServingError(
                 f"Model {self.name!r}: a batch of one takes {self.latency.of(1):g} s, longer than its SLO of "
-                f"{self.slo:g} s, so that no request can meet it. Give it more time, or another latency."
+                f"{self.slo:g} s, so that no request can meet it. Raise `slo`, or correct `latency`."
             )
         # An input and an output may have the same name, as requests and answers list them separately.
         for what, tensors in (("inputs", self.inputs), ("outputs", self.outputs)):
@@ -198,23 +207,24 @@ class ServedModel:
                 raise ServingError(f"Model {self.name!r} has two {what} with the same name. Give each its own.")
         if self.model is None and (self.sizes or self.preprocess or self.postprocess):
             raise ServingError(
-                f"Model {self.name!r} has sizes, preprocess or postprocess, but no `model` for them. Name it."
+                f"Model {self.name!r} has sequence_length, image_size, preprocess or postprocess, but no `model` for "
+                "them. Add `model`, or leave them out."
             )
         if self.preprocess is not None and not self.inputs:
             raise ServingError(
-                f"Model {self.name!r}: the inputs of {self.preprocess} cannot be found automatically. Give the names, "
-                "datatypes and shapes of its inputs."
+                f"Model {self.name!r}: the inputs of {self.preprocess} cannot be found automatically. Give "
+                "names, datatypes and shapes in `inputs`."
             )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The given sizes, by name."""
+        """``sequence_length`` and ``image_size`` by name, as far as they are given."""
         given = {"sequence_length": self.sequence_length, "image_size": self.image_size}
         return {name: size for name, size in given.items() if size is not None}
 
     @property
     def line(self) -> Latency:
-        """The latency. Raises ServingError if a server is to measure it."""
+        """The latency. Raises ServingError if it is left out, so that only a server could measure it."""
         if self.latency is None:
             raise ServingError(
                 f"Model {self.name!r} has no `latency`. Only a server measures it; the simulator needs it: give alpha "
@@ -226,7 +236,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A device takes ``factor`` times as long as assumed."""
+    """Trouble: batches on device number ``device`` take ``factor`` times as long as the models' latencies say."""
 
     KIND: ClassVar = "straggler"
     device: int
@@ -238,7 +248,10 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """A device is missing from ``since`` to ``until``, or for good; its requests are served again."""
+    """Trouble: device number ``device`` is missing from ``since`` to ``until`` (None: until the end).
+
+    Requests of the batch that it was computing are queued again.
+    """
 
     KIND: ClassVar = "outage"
     device: int
@@ -260,13 +273,18 @@ Trouble = Straggler | Outage
 class Deployment:
     """Models that are served under deadlines, the devices that serve them, and the requests that arrive.
 
-    ``policy`` is a name with settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``delay``: the time
-    between a decision and the start of its batch on an idle device. ``slack``: how long before a deadline batches have
-    to end. ``guard``: how much earlier than needed a policy asks to be woken. A server measures those of the three that
-    are 0. ``jitter``: deviation of the lognormal factor on the times of batches.
-    ``device_memory``: per device. ``groups`` number the devices one group after the other; devices outside of all
-    groups are idle, and requests for models outside of all groups are not served. A call of a query is a model called
-    query.call, and a trunk with its heads is one model.
+    ``devices`` is the number of devices, ``device_memory`` the bytes of each. ``policy`` is a policy's name with
+    settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``jitter``: every batch's time is multiplied by a
+    random lognormal factor; this is the standard deviation of its logarithm. ``troubles`` lists slow or failing
+    devices. Only the simulator uses ``jitter`` and ``troubles``.
+
+    A server measures each of the following times that is 0. ``delay``: from a decision to the start of its batch on an
+    idle device. ``slack``: how long before a deadline a batch has to end. ``guard``: how much earlier than necessary
+    the policy's timer is set.
+
+    The devices are numbered group by group, in the order of ``groups``. Devices outside of all groups are idle, and
+    requests for models outside of all groups are not served. Groups name call c of query q as the model ``q.c``, and a
+    trunk with its heads as one model.
     """
 
     models: tuple[ServedModel, ...] = ()
@@ -290,7 +308,9 @@ class Deployment:
         _check("A deployment", devices=(1, self.devices, MOST_DEVICES), jitter=(0.0, self.jitter, 2.0))
         _check("A deployment", **{name: (0.0, getattr(self, name), 60.0) for name in ("delay", "slack", "guard")})
         if not self.models and not self.queries and not self.trunks:
-            raise ServingError("The deployment has no models; expected at least one.")
+            raise ServingError(
+                "The deployment has no models; expected at least one in `models`, `queries` or `trunks`."
+            )
         names = [model.name for model in self.models]
         names += [f"{query.name}.{call.name}" for query in self.queries for call in query.calls]
         names += [trunk.name for trunk in self.trunks]
@@ -301,26 +321,26 @@ class Deployment:
         for trouble in self.troubles:
             if not 0 <= trouble.device < self.devices:
                 raise ServingError(
-                    f"A trouble names device {trouble.device}, but the deployment has devices 0 to {self.devices - 1}."
+                    f"`troubles` names device {trouble.device}, but the deployment has devices 0 to {self.devices - 1}."
                 )
         check_groups(self, names)
         check_memory(self)
         check_scaling(self)
 
     def memory_of(self, models: Iterable[str]) -> float:
-        """Return bytes on each device that holds these models with all their copies."""
+        """Return the bytes that ``models`` (names), with all their copies, take on a device that holds them."""
         held = set(models)
         return math.fsum((model.memory or 0.0) * model.copies for model in self.models if model.name in held)
 
     def has_room(self, models: Iterable[str]) -> bool:
-        """Return whether a device can hold these models with all their copies."""
+        """Return whether ``models`` (names), with all their copies, fit into the memory of a device."""
         return self.device_memory is None or self.memory_of(models) <= self.device_memory * _ROUNDING
 
 
 def read_deployment(path: Path | str) -> Deployment:
-    """Read a deployment (.toml, .json); files next to it (traces, models, a policy) then have absolute paths.
+    """Read a deployment (.toml, .json). Relative paths in it (traces, models, policy) become absolute.
 
-    Raises DocumentError with the file's name and the place.
+    Raises DocumentError with the file's name and the key that is wrong.
     """
     place = Path(path)
     try:
@@ -335,7 +355,7 @@ def read_deployment(path: Path | str) -> Deployment:
 
 
 def write_deployment(deployment: Deployment, path: Path | str) -> Path:
-    """Write a deployment (.toml, .json) that `read_deployment` reads as equal; paths start at its folder."""
+    """Write a deployment (.toml, .json) that `read_deployment` reads as equal. Paths are relative to its folder."""
     folder = Path(path).parent
     models = []
     for model in deployment.models:

@@ -5,15 +5,15 @@ MeshwrightError                 exit code 1
 ├── DocumentError               a file or document that cannot be read as the expected kind
 ├── GraphError                  an inconsistent graph, or a cut that it does not allow
 ├── ClusterError                an inconsistent cluster, or an unknown device kind
-├── ScenarioError               an inconsistent scenario, or one that changes what its cluster lacks
+├── ScenarioError               an inconsistent scenario, or one that names what the cluster does not have
 ├── PlanError                   a plan that does not fit its graph, cluster or workload
 │   ├── GraphMismatchError      the plan was made for another graph
-│   └── NoFeasiblePlanError     nothing fits; names the binding constraint      exit code 3
+│   └── NoFeasiblePlanError     no plan fits; names the binding constraint      exit code 3
 ├── ProgramError                a program that breaks its own rules
 │   ├── DeadlockError           a program that can never finish
 │   └── ScheduleError           a schedule that orders the work of a plan wrongly, or fails on it
-├── ModelReferenceError         a model reference that leads to no model
-├── ScheduleReferenceError      a schedule reference that leads to no schedule, or to a changed one
+├── ModelReferenceError         a model reference for which no model is found
+├── ScheduleReferenceError      a schedule reference for which no schedule is found, or whose file has changed
 ├── CaptureError                a model that cannot be captured faithfully
 ├── RewriteError                a rule, a set of rules or a graph that cannot be used for rewriting
 ├── MeasurementError            a measurement that could not be taken
@@ -53,7 +53,7 @@ class ClusterError(MeshwrightError):
 
 
 class ScenarioError(MeshwrightError):
-    """An inconsistent scenario, or one that changes what its cluster lacks."""
+    """An inconsistent scenario, or one that names devices or links that the cluster does not have."""
 
 
 class PlanError(MeshwrightError):
@@ -71,7 +71,7 @@ class NoFeasiblePlanError(PlanError):
 
 
 class ProgramError(MeshwrightError):
-    """A program that breaks its own rules (order, pairing, ranges)."""
+    """An inconsistent program: wrong order, unpaired messages, or values out of range."""
 
 
 class DeadlockError(ProgramError):
@@ -83,15 +83,15 @@ class ScheduleError(ProgramError):
 
 
 class ModelReferenceError(MeshwrightError):
-    """A model reference that leads to no model."""
+    """A model reference for which no model is found."""
 
 
 class ScheduleReferenceError(MeshwrightError):
-    """A schedule reference that leads to no schedule, or to a file that changed since planning."""
+    """A schedule reference for which no schedule is found, or whose file has changed since planning."""
 
 
 class CaptureError(MeshwrightError):
-    """A model that cannot be captured faithfully; the message names module or source line."""
+    """A model that cannot be captured faithfully; the message names the module or the source line."""
 
 
 class RewriteError(MeshwrightError):
@@ -119,7 +119,10 @@ _MOST_NAMED = 48
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the nearest known word, else the known words, or the first of them."""
+    """Return a hint for a message about an unknown word: ``" (did you mean 'x'?)"`` with the nearest known word.
+
+    If no known word is near, the hint lists the known words, at most 48. It is empty if ``known`` is empty.
+    """
     known = sorted(known)
     near = get_close_matches(word, known, n=1, cutoff=0.6)
     if near:

@@ -1,4 +1,4 @@
-"""Receivers of progress and metrics: a protocol, so that no package prints."""
+"""Receivers of progress and metrics (`EventSink`): packages report to them instead of printing."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Protocol
 
 
 class EventSink(Protocol):
-    """Receives progress and metrics; the command line draws bars, tests collect, libraries log."""
+    """Receives progress and metrics: the command line draws bars, tests collect them, libraries log them."""
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """``done`` of ``total`` units of ``task`` are finished."""
+        """Receive progress: ``done`` of ``total`` units of ``task`` are finished."""
 
     def metric(self, name: str, value: float, step: int) -> None:
-        """Receive a number at a step, in the unit that its name ends with."""
+        """Receive the value of a metric at a step. The metric's name ends with its unit, as in ``step_s``."""
 
 
 class NullSink:
-    """Drops everything."""
+    """An `EventSink` that ignores progress and metrics."""
 
     def progress(self, task: str, done: int, total: int) -> None:
-        """Drop it."""
+        """Ignore the progress."""
 
     def metric(self, name: str, value: float, step: int) -> None:
-        """Drop it."""
+        """Ignore the metric."""

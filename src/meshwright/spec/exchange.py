@@ -1,7 +1,7 @@
-"""How replicas reduce gradients, synchronise parameters (`GradientExchange`); collectives of an axis (`Collective`).
+"""Gradient synchronisation among replicas (`GradientExchange`), and collectives inside a split stage (`Collective`).
 
-An exchange is a part of a plan. `program.gradient_exchange`, `program.buckets` and `program.build` turn it into
-instructions; the sequence of parts comes from `simulator.schedule_exchange`.
+The exchange is a field of the plan. `program.gradient_exchange`, `program.buckets` and `program.build` turn it into
+instructions. `simulator.schedule_exchange` finds the order of the parts of buckets (``sequence``).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _LOSS = "aten.cross_entropy_loss.default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """A collective among the ranks of ``axis`` at op ``at`` of their local graph.
+    """A collective among the ranks of a mesh ``axis`` at op ``at`` of their local graph.
 
-    In the forward pass it is (part of) what that op does, and ends before the op's output is available; in the backward
-    pass likewise for the gradients of the op's inputs. The backward runs ops in descending order. Collectives of one
-    op and phase run in the order of the list. In phase "step" the gradient of parameter ``tensor``, which op ``at``
-    reads first, is summed once before the optimizer.
+    In phase "forward" it is part of op ``at`` and ends before the op's output is available. In phase "backward" it ends
+    before the gradients of the op's inputs are available. In phase "step" it sums the gradient of parameter ``tensor``
+    once before the optimizer step; op ``at`` is the first that reads the parameter. The backward runs ops in descending
+    order. Collectives of one op and phase run in the order of `Graph.collectives`.
 
-    Its size is that of the **full** tensor in the group (the output of an all-gather, the input of a reduce-scatter,
-    what all ranks together pass to an all-to-all): ``copies`` times tensor ``tensor`` of the local graph. A "send" goes
-    to the next rank of the axis while another comes from the rank before, ``count`` times one after the other.
+    Its size is that of the **full** tensor in the group: the output of an all-gather, the input of a reduce-scatter,
+    the input of all ranks together for an all-to-all. It is ``copies`` times the size of tensor ``tensor`` of the local
+    graph. In a "send", each rank sends to the next rank of the axis and receives from the previous one, ``count`` times
+    in a row.
     """
 
     kind: CollectiveKind
@@ -48,7 +49,10 @@ class Collective:
     count: int = 1
 
     def num_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
-        """Return the bytes of the full tensor, for one of ``count`` (``float_bytes``: see `Tensor.num_bytes`)."""
+        """Return the bytes of the full tensor for one of the ``count`` repetitions.
+
+        ``float_bytes`` is as in `Tensor.num_bytes`.
+        """
         tensor = graph.tensors[self.tensor]
         if graph.ops[self.at].kind == _LOSS and tensor.dtype in FLOAT_DTYPES:
             # Sums of exponentials are never in half precision.
@@ -58,10 +62,10 @@ class Collective:
 
 @lru_cache(maxsize=16)
 def summing_axes(graph: Graph) -> Mapping[int, tuple[Axis, ...]]:
-    """Return, by parameter, the axes over which its gradient is summed besides replicas.
+    """Return the mesh axes over which gradients are summed in addition to the sum over replicas, by parameter id.
 
-    The ranks of these axes hold copies of the parameter and have gradients of other samples or tokens. The tensor axis
-    is not among them if its ranks have parts of the gradients of the same tokens.
+    The ranks of these axes hold copies of the parameter and compute gradients of different samples or tokens. The
+    tensor axis is left out: its ranks compute parts of the gradients of the same tokens.
     """
     found: dict[int, tuple[Axis, ...]] = {}
     for item in graph.collectives:
@@ -86,28 +90,33 @@ ALGORITHMS: tuple[AllReduceAlgorithm, ...] = get_args(AllReduceAlgorithm)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientExchange:
-    """How replicas sum their gradients: all-reduce in buckets, during the last backward (``overlap``) or after it.
+    """How the replicas of a stage synchronise their gradients.
 
-    ``zero``: what replicas shard instead of keeping copies (Rajbhandari et al., SC 2020). 1: optimizer states, so that
-    sums are scattered, and parameters gathered before the next step's forward; 2: also gradients; 3: also parameters.
-    With 2 and 3 this happens inside the passes, layer by layer, instead of in buckets.
-    ``shard_size``: replicas shard in groups of this number of neighbours, and groups sum the shards of each member
-    (hybrid sharding: torch's HSDP, Zhao et al., PyTorch FSDP, VLDB 2023); 0: all replicas of a stage are one group.
-    ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
+    By default they all-reduce gradients in buckets of ``bucket_bytes``, during the last backward (``overlap``) or after
+    it.
 
-    ``partition_bytes``: buckets are cut into parts of at most this size (0: not cut). ``sequence``: the order in which
-    the parts are sent, by number; by default the order of readiness. ``across_steps``: the exchange continues in the
-    next step, where each stage's forward waits for the update of that stage alone.
+    ``zero`` is the ZeRO stage (Rajbhandari et al., SC 2020). 1: replicas shard optimizer states; gradient buckets are
+    reduce-scattered, and parameters all-gathered before the next step's forward. 2: they also shard gradients. 3: they
+    also shard parameters. Under 2 and 3 the collectives run inside the passes, layer by layer, instead of in buckets.
+    ``shard_size``: states are sharded within groups of this number of neighbouring replicas, and the groups sum the
+    gradients of their shards (hybrid sharding: torch's HSDP, Zhao et al., PyTorch FSDP, VLDB 2023). 0: all replicas of
+    a stage are one group. ``staleness``: under the schedule ``hetpipe``, the number of waves of minibatches by which
+    replicas may run ahead of each other.
 
-    ``servers``: ranks that sum the parts instead; each rank pushes to them and pulls from them. Ranks beyond those that
-    train are separate machines. ``credit_bytes``: what a rank may have pushed and not yet pulled (0: all).
+    ``partition_bytes``: buckets are cut into parts of at most this size (0: not cut). ``sequence``: the numbers of the
+    parts in the order in which they are sent; empty: the order in which they become ready. ``across_steps``: the
+    exchange continues in the next step, where each stage's forward waits for the update of that stage only.
+
+    ``servers``: ranks that sum the parts instead of an all-reduce. Each rank pushes gradients to them and pulls the
+    sums. Server ranks beyond those that train are separate machines. ``credit_bytes``: the bytes that a rank may have
+    pushed and not yet pulled (0: no bound).
 
     ``algorithm`` of all-reduces: ``auto`` is the fastest known for each size; ``hierarchical`` reduce-scatters in each
-    node of ``node_size`` ranks, all-reduces each rank's part across nodes, and all-gathers in the node.
+    node of ``node_size`` ranks, all-reduces each rank's shard across nodes, and all-gathers in the node.
 
     ``every_steps``: replicas update by themselves and average their parameters after this number of steps (local SGD).
-    ``clip_norm`` and ``loss_scale``: before every update all ranks agree on one number, the norm of all gradients, or
-    whether one of them is not finite.
+    Before every update, all ranks agree on the norm of all gradients (``clip_norm``) or on whether all gradients are
+    finite (``loss_scale``).
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -132,12 +141,15 @@ class GradientExchange:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the exchange consists of all-reduces of buckets alone."""
+        """Return whether the exchange consists only of all-reduces of whole buckets in every step."""
         return self == GradientExchange(bucket_bytes=self.bucket_bytes, overlap=self.overlap, staleness=self.staleness)
 
     @property
     def is_runnable(self) -> bool:
-        """Return whether the runtime executes it: sums of buckets or parts, sharded states, a norm for clipping."""
+        """Return whether the runtime can execute the exchange.
+
+        It executes all-reduces of buckets or of their parts in any sequence, ZeRO, and ``clip_norm``.
+        """
         done = {"zero": 0, "shard_size": 0} if self.zero else {"partition_bytes": 0, "sequence": ()}
         return replace(self, **done, clip_norm=False).is_plain
 
@@ -148,13 +160,13 @@ class GradientExchange:
 
     @property
     def shard_optimizer(self) -> bool:
-        """Return whether sums of buckets are scattered, and parameters gathered, once per step."""
+        """Return whether this is ZeRO 1: reduce-scatters of buckets and all-gathers of parameters, once per step."""
         return self.zero == 1
 
     def shard_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return groups of neighbours that shard states.
+        """Return the groups of neighbouring replicas that shard states; ``ranks`` are the ranks of a stage.
 
-        Raises PlanError unless the shard size divides their number.
+        Raises PlanError unless ``shard_size`` divides the number of ranks.
         """
         size = self.shard_size or len(ranks)
         if len(ranks) == 1:
@@ -171,15 +183,15 @@ class GradientExchange:
         return next(group for group in self.shard_groups(ranks) if rank in group)
 
     def num_parts(self, num_replicas: int) -> int:
-        """Return the number of parts into which replicas cut their shared states; 1 without sharding."""
+        """Return the number of shards into which ``num_replicas`` replicas divide their states; 1 without ZeRO."""
         return (min(self.shard_size, num_replicas) or num_replicas) if self.zero else 1
 
     def replicating_groups(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the replicas at the same place of each group of `shard_groups`: they have the same shard."""
+        """Return the groups of replicas that hold the same shard: the i-th ranks of all groups of `shard_groups`."""
         return tuple(zip(*self.shard_groups(ranks), strict=True))
 
     def suited_to(self, schedule: str) -> GradientExchange:
-        """Return the same exchange for another schedule: without staleness, unless the schedule has waves."""
+        """Return the exchange for another schedule: ``staleness`` is 0 unless the schedule has waves (hetpipe)."""
         return self if schedule == WAVES else replace(self, staleness=0)
 
 
@@ -188,19 +200,17 @@ def _check_numbers(exchange: GradientExchange) -> None:
         raise PlanError(f"Buckets of {exchange.bucket_bytes} bytes were given; expected at least 1 byte.")
     if exchange.shard_size and (exchange.shard_size < 2 or not exchange.zero):
         raise PlanError(
-            f"A shard size of {exchange.shard_size} was given with ZeRO {exchange.zero}; expected at least 2 replicas "
-            "that shard states, with ZeRO 1 to 3. Give both, or leave the shard size out."
+            f"A shard size of {exchange.shard_size} was given with ZeRO {exchange.zero}; expected a shard size of at "
+            "least 2, with ZeRO 1 to 3. Give both, or leave the shard size out."
         )
     if not 0 <= exchange.staleness <= MAX_STALENESS:
         raise PlanError(f"A staleness of {exchange.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
     if exchange.partition_bytes < 0:
-        raise PlanError(
-            f"Parts of {exchange.partition_bytes} bytes were given; expected 0, for whole buckets, or more."
-        )
+        raise PlanError(f"partition_bytes is {exchange.partition_bytes}; expected 0, for whole buckets, or more.")
     if exchange.credit_bytes < 0:
-        raise PlanError(f"A credit of {exchange.credit_bytes} bytes was given; expected 0, for no bound, or more.")
+        raise PlanError(f"credit_bytes is {exchange.credit_bytes}; expected 0, for no bound, or more.")
     if len(set(exchange.servers)) < len(exchange.servers) or min(exchange.servers, default=0) < 0:
-        raise PlanError(f"The servers are ranks {list(exchange.servers)}; expected ranks from 0 on, none twice.")
+        raise PlanError(f"The servers are ranks {list(exchange.servers)}; expected different ranks of at least 0.")
     if exchange.every_steps < 1:
         raise PlanError(f"An exchange every {exchange.every_steps} steps was given; expected 1 or more.")
     if exchange.algorithm not in ALGORITHMS:
@@ -210,8 +220,8 @@ def _check_numbers(exchange: GradientExchange) -> None:
         )
     if (exchange.node_size > 0) != (exchange.algorithm == "hierarchical") or exchange.node_size < 0:
         raise PlanError(
-            f"Nodes of {exchange.node_size} ranks were given for the algorithm {exchange.algorithm}; expected 1 or "
-            "more for hierarchical, and 0 for others. Give `node_size` only with hierarchical."
+            f"node_size is {exchange.node_size} with the algorithm {exchange.algorithm}; expected 1 or more ranks with "
+            "hierarchical, and 0 with other algorithms. Give `node_size` only with hierarchical."
         )
 
 
@@ -230,15 +240,18 @@ def _check_ways(exchange: GradientExchange) -> None:
         )
     if exchange.algorithm != "auto" and (exchange.servers or exchange.zero):
         raise PlanError(
-            f"The algorithm {exchange.algorithm} of all-reduces was given for an exchange without them. Leave it out, "
-            "or leave out `servers` and `zero`."
+            f"The all-reduce algorithm {exchange.algorithm} was given, but an exchange with `servers` or `zero` has no "
+            "all-reduces. Leave `algorithm` out, or leave out `servers` and `zero`."
         )
     if exchange.every_steps > 1 and exchange.algorithm == "hierarchical":
-        raise PlanError("Parameters are averaged by plain all-reduces. Leave out `algorithm`, or `every_steps`.")
+        raise PlanError(
+            "The algorithm hierarchical was given with `every_steps`, which averages parameters by plain all-reduces. "
+            "Leave out `algorithm`, or `every_steps`."
+        )
     if exchange.across_steps and (exchange.zero or exchange.every_steps > 1):
         raise PlanError(
-            f"{ways[0]} was given together with `across_steps`; parameters come back across steps anyway. Leave "
-            "`across_steps` out."
+            f"`{ways[0]}` was given together with `across_steps`, but it exchanges parameters across steps already. "
+            "Leave `across_steps` out."
         )
 
 

@@ -1,8 +1,8 @@
-"""Files: which may be read and replaced (regular files, also through links, up to a size), and how text is written.
+"""Read and write files safely: only regular files (also through links), reads up to a size, writes atomically.
 
-Opening a named pipe waits for a writer that may never come, and renaming over a pipe or a device removes it; both are
-refused, as are folders, with an error of the class that the caller gives. A text is written next to its target and
-renamed, so that no file is ever half-written.
+Named pipes, devices and folders are refused, because opening a pipe waits for a writer that may never come, and
+renaming a file over a pipe or a device removes it. A file is written next to its target and renamed, so that no file is
+ever half-written. The caller of a read chooses the class of errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def read_regular(path: Path, max_bytes: int, error: type[MeshwrightError] = DocumentError) -> bytes:
-    """Up to ``max_bytes`` of a file; raises ``error`` with the reason if it cannot be read."""
+    """Return at most the first ``max_bytes`` of a file. Raises ``error`` with the reason if it cannot be read."""
     try:
         _refuse_special(path, error, "read", "Give the path of a file.")
         with path.open("rb") as file:
@@ -36,9 +36,9 @@ def read_regular(path: Path, max_bytes: int, error: type[MeshwrightError] = Docu
 
 
 def refuse_replacing(path: Path) -> None:
-    """Raise DocumentError if a path to write to is not a regular file."""
+    """Raise DocumentError if ``path``, to which a file is to be written, is something other than a regular file."""
     try:
-        _refuse_special(path, DocumentError, "written", "Choose another place.", absent_ok=True)
+        _refuse_special(path, DocumentError, "written", "Choose another path.", absent_ok=True)
     except OSError as problem:
         raise DocumentError(f"{path}: cannot be written ({problem.strerror}). Choose a writable place.") from None
 
