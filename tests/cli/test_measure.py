@@ -127,7 +127,7 @@ def test_links_of_one_rank_are_refused_before_anything_is_timed(run, tmp_path, m
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("links.json", None, "kept in a table that ends in .parquet"),
+        ("links.json", None, "expected a name that ends in .parquet"),
         ("links.parquet", b"no table", "links.parquet"),
         (
             "links.parquet",

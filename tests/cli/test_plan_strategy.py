@@ -43,7 +43,7 @@ def test_a_stored_graph_has_only_an_estimate(run):
     assert "strategy written to found.json" in out
     assert json.loads(Path("found.json").read_text())["schema"] == "meshwright/soap-strategy/1"
     for verb in ("simulate", "run"):
-        assert "its step is an estimate" in run(verb, "found.json", code=1)[2]
+        assert "its step time is only an estimate" in run(verb, "found.json", code=1)[2]
 
 
 def test_it_has_as_many_devices_as_plans_may_have(run):

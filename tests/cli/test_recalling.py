@@ -46,7 +46,7 @@ def test_what_it_was_estimated_with_is_used_again(run, planned):
     assert len(made_with.measurements_hash) == 16
     assert made_with.software == own_software()
     _, out, error = run("simulate", planned, "--json", code=0)
-    assert error == "Estimated with table.json, as the plan was made."
+    assert error == "Costs are those of table.json, with which the plan was made."
     _, told, error = run("simulate", planned, "--measurements", "table.json", "--json")
     assert (step(told), error) == (step(out), "")
     _, plain, error = run("simulate", planned, "--cluster", "2x1xcpu", "--json")
@@ -60,11 +60,11 @@ def test_another_table_and_none_are_told(run, planned):
     save_table(0.25)
     _, out, error = run("simulate", planned, "--json", code=0)
     assert step(out) < step(before)
-    assert error == "table.json, which the plan was made with, has changed since; costs are those of now."
+    assert error == "table.json, with which the plan was made, has changed since; costs are those of the changed table."
     table.unlink()
     _, out, error = run("simulate", planned, "--json", code=0)
     assert step(out) < 0.25
-    assert error.startswith("The plan was made with table.json, which is missing: costs are those of datasheets.")
+    assert error.startswith("The plan was made with table.json, which is missing: costs are estimated from datasheets.")
 
 
 def test_other_software_is_told(run, planned):
@@ -86,7 +86,7 @@ def test_a_folder_that_moves_keeps_its_table(tmp_path):
 @pytest.mark.timeout(180)
 def test_a_run_is_judged_by_it(run, planned, warm_ranks):
     _, out, error = run("run", planned, "--steps", 2, code=0)
-    assert "Estimated with table.json" in error
+    assert "Costs are those of table.json" in error
     assert "outside of that interval" in " ".join(out.split()), "half a second per instruction was predicted"
 
 
@@ -102,7 +102,7 @@ def test_a_table_that_is_given_is_compared(run, planned, tmp_path):
     assert run("simulate", planned, "--measurements", tmp_path / "copy.json")[2] == ""
     save_table(0.25)
     _, _, error = run("simulate", planned, "--measurements", "table.json")
-    assert error == "The plan was made with another table than table.json."
+    assert error == "The plan was made with another measurement table than table.json."
 
 
 def test_placements_remember_it_too(run, planned):
@@ -110,5 +110,5 @@ def test_placements_remember_it_too(run, planned):
     options = ["--cluster", "2xcpu", "--batch", 4, "--method", "place", "--measurements", "table.json"]
     assert run("plan", "gpt-tiny", *options, "--out", "placed.json")[0] == 0
     _, out, error = run("simulate", "placed.json", "--json")
-    assert error == "Estimated with table.json, as the plan was made."
+    assert error == "Costs are those of table.json, with which the plan was made."
     assert out == run("simulate", "placed.json", "--measurements", "table.json", "--json")[1]

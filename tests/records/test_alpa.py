@@ -74,10 +74,10 @@ def test_products_of_square_matrices(write):
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
-        ({"all_reduce_cost_dict": {(((0, 1), (2,)), "f16"): []}}, "tuples of one length"),
-        ({"all_reduce_cost_dict": {(((0, 1, 3),), "f16"): []}}, "not equally far apart"),
-        ({"all_reduce_cost_dict": {(((1, 0),), "f16"): []}}, "not equally far apart"),
-        ({"all_reduce_cost_dict": {((), "f16"): []}}, "tuples of one length"),
+        ({"all_reduce_cost_dict": {(((0, 1), (2,)), "f16"): []}}, "tuples of equal length"),
+        ({"all_reduce_cost_dict": {(((0, 1, 3),), "f16"): []}}, "not equally spaced"),
+        ({"all_reduce_cost_dict": {(((1, 0),), "f16"): []}}, "not equally spaced"),
+        ({"all_reduce_cost_dict": {((), "f16"): []}}, "tuples of equal length"),
         ({"all_reduce_cost_dict": {((("a", "b"),), "f16"): []}}, "not device ids"),
         ({"all_reduce_cost_dict": {(((0, 1),), "q7"): []}}, r"not \(groups of devices, dtype\)"),
         ({"all_reduce_cost_dict": {(((0, 1),), "f16"): [(4, "x")]}}, r"not \(size, seconds\)"),
@@ -85,7 +85,7 @@ def test_products_of_square_matrices(write):
         ({"all_reduce_cost_dict": {(((0, 1),), "f16"): 7}}, "not a list of points"),
         ({"all_reduce_cost_dict": 7}, "expected a mapping all_reduce_cost_dict"),
         ({"all_reduce_cost_dict": {(tuple((i,) for i in range(5000)), "f16"): []}}, "more than 4096 devices"),
-        ({"dot_cost_dict": {((), "f16"): [(1000, 1e-3)]}}, "not one of square matrices, for which 2 n³ is expected"),
+        ({"dot_cost_dict": {((), "f16"): [(1000, 1e-3)]}}, "1000 operations; expected 2 n³ for square matrices"),
         ({"dot_cost_dict": {"f16": [(1000, 1e-3)]}}, r"not \(shape, dtype\)"),
     ],
 )

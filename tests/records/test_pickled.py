@@ -76,7 +76,7 @@ def test_the_named_class_its_attributes_and_numpy_numbers(tool, protocol):
     assert isinstance(found, PickledObject)
     assert found.name == CLASS
     assert plain(found.state) == {"costs": {("f32", 4): [(1, 2.5), (2, -7)]}}
-    with pytest.raises(DocumentError, match=r"asks for 'some\.tool\.Result', which is not plain data"):
+    with pytest.raises(DocumentError, match=r"refers to 'some\.tool\.Result', which is not plain data"):
         load_pickle(content, ())
 
 
@@ -192,7 +192,7 @@ def test_a_text_longer_than_a_number_is_never_encoded(length):
     """Kept once and encoded a thousand times, it would take a thousand times the file."""
     text = b"X" + struct.pack("<I", length) + b"a" * length + b"q\x00"
     calls = b"c_codecs\nencode\nq\x01](" + b"h\x01h\x00X\x06\x00\x00\x00latin1\x86R" * 1000 + b"e"
-    with pytest.raises(DocumentError, match=r"calls '_codecs\.encode' in a way that is not plain data"):
+    with pytest.raises(DocumentError, match=r"calls '_codecs\.encode', whose result is not plain data"):
         load_pickle(b"\x80\x02" + text + calls + b"\x87.", ())
 
 

@@ -51,7 +51,7 @@ def some_records(**changes):
         ({"shapes": "m=-4"}, "neither named sizes"),
         ({"shapes": "m=4.5"}, "neither named sizes"),
         ({"shapes": ["m=4", "m=0;n=2", "m=4"]}, r"a size of zero without the flag 'noop' \(rows 1\)"),
-        ({"latency_ms": 3.0}, "latency_ms: no column"),
+        ({"latency_ms": 3.0}, "latency_ms: not a column"),
         ({"seconds": ["fast", "slow", "slow"]}, "not float64"),
         ({"op": 7}, "not strings"),
         ({"op": [["matmul"]]}, "dimensions"),

@@ -273,7 +273,7 @@ def test_network_cards_are_shared():
         (slow("rank 9", 2.0, since=Seconds(5)), "ranks 0 to 3"),
         (OtherDevice(devices=Devices("all"), device="H10"), "no device kind 'H10' is shipped .did you mean 'H100'"),
         (SlowLink(links=Links("between racks"), factor=2.0), "has no racks"),
-        (SlowLink(links=Links("between node 1 and node 1"), factor=2.0), "two nodes only"),
+        (SlowLink(links=Links("between node 1 and node 1"), factor=2.0), "only between two different nodes"),
         (SlowLink(links=Links("of node 7"), factor=2.0), "nodes 0 to 1"),
         (Oversubscription(nodes_per_rack=2, ratio=2.0), "there is only one rack"),
     ],

@@ -156,6 +156,6 @@ def test_what_cannot_serve_is_refused():
     for wrong in ({"servers": (1, 1)}, {"servers": (-1,)}, {"servers": (0,), "zero": 1}):
         with pytest.raises(PlanError, match="servers"):
             GradientExchange(**wrong)
-    with pytest.raises(PlanError, match="credit of -1 bytes"):
+    with pytest.raises(PlanError, match="credit_bytes is -1"):
         GradientExchange(credit_bytes=-1)
     assert not plan.is_runnable

@@ -107,8 +107,14 @@ def changed(**changes):
     ("build", "message"),
     [
         (changed(tensors=(replace(GRAPH.tensors[0], dtype="float31"), *GRAPH.tensors[1:])), "unknown dtype 'float31'"),
-        (changed(tensors=(replace(GRAPH.tensors[0], storage=9), *GRAPH.tensors[1:])), "names storage 9"),
-        (changed(tensors=(replace(GRAPH.tensors[0], storage=-1), *GRAPH.tensors[1:])), "names storage -1"),
+        (
+            changed(tensors=(replace(GRAPH.tensors[0], storage=9), *GRAPH.tensors[1:])),
+            "has storage 9; expected the id of a tensor that owns its memory",
+        ),
+        (
+            changed(tensors=(replace(GRAPH.tensors[0], storage=-1), *GRAPH.tensors[1:])),
+            "has storage -1; expected the id of a tensor that owns its memory",
+        ),
         (
             changed(
                 tensors=(
@@ -118,7 +124,7 @@ def changed(**changes):
                     *GRAPH.tensors[3:],
                 )
             ),
-            "not its own storage",
+            "expected the id of a tensor that owns its memory",
         ),
         (changed(ops=GRAPH.ops[::-1]), "before any op has produced it"),
         (changed(ops=(GRAPH.ops[0], replace(GRAPH.ops[1], inputs=(9,)))), "refers to tensor 9"),

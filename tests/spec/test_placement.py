@@ -62,7 +62,7 @@ def test_placements_that_contradict_themselves(changes, message):
     ("stages", "message"),
     [
         (((0, ("stem", "a0", "b0")),), "leaves out 1 ops of the graph, the first is 'join'"),
-        (((0, ("stem", "a0", "b0", "join")), (1, ("join",))), "Stage 1 of the placement names op 3, twice"),
+        (((0, ("stem", "a0", "b0", "join")), (1, ("join",))), "Stage 1 of the placement names op 3, a second time"),
         (((0, ("a0",)), (0, ("stem", "b0", "join"))), "'a0' is in stage 0 .* reads 'stem', which a later stage"),
     ],
 )

@@ -184,6 +184,6 @@ def test_devices_that_take_no_part_are_not_counted():
 def test_devices_that_are_left_out_stand_in_order(idle):
     plan = make_plan(chain_graph(4), even_bounds(4, 2), (1, 1), 4)
     with pytest.raises(
-        PlanError, match=r"devices to leave out are .*; expected numbers of devices of the cluster, ascending"
+        PlanError, match=r"devices to leave out .`idle`. are .*; expected numbers of devices of the cluster, ascending"
     ):
         replace(plan, idle=idle)

@@ -187,10 +187,10 @@ JOINED = replace(BODY, wait_offsets=np.array([0, 0, 2, 3]), waits=np.array([0, 0
     [
         ([2, 1], [1, 1], "does not ascend"),
         ([1, 1], [1, 1], "does not ascend"),
-        ([1], [3], "leaves 1 and the number of waits"),
-        ([1], [0], "leaves 1 and the number of waits"),
-        ([0], [1], "leaves 1 and the number of waits"),
-        ([3], [1], "leaves 0..2"),
+        ([1], [3], "is below 1 or above the number of waits"),
+        ([1], [0], "is below 1 or above the number of waits"),
+        ([0], [1], "is below 1 or above the number of waits"),
+        ([3], [1], "has values outside 0..2"),
     ],
 )
 def test_damaged_joins_are_noticed(joins, need, message):
@@ -202,7 +202,7 @@ def test_damaged_joins_are_noticed(joins, need, message):
 def test_a_receive_is_no_join():
     columns = {"join_instruction": np.array([1]), "join_need": np.array([1], np.int32)}
     receive = np.array([Opcode.FORWARD, Opcode.RECEIVE_ACTIVATION, Opcode.FORWARD], np.int8)
-    with pytest.raises(ProgramError, match="a receive, which waits for its send, is a join"):
+    with pytest.raises(ProgramError, match="join_instruction names a receive, which always waits for its send"):
         replace(PROGRAM, body=replace(JOINED, opcode=receive, **columns))
 
 
@@ -259,12 +259,12 @@ def test_the_seconds_of_each_step():
     [
         ({"track": np.array([0, 1], np.int32)}, "differ in length"),
         ({"memory_bytes": np.array([1])}, "differ in length"),
-        ({"track": np.array([0, 2, 0], np.int32)}, "column track leaves 0..1"),
-        ({"opcode": np.array([0, len(Opcode), 0], np.int8)}, f"column opcode leaves 0..{len(Opcode) - 1}"),
+        ({"track": np.array([0, 2, 0], np.int32)}, "column track has values outside 0..1"),
+        ({"opcode": np.array([0, len(Opcode), 0], np.int8)}, f"column opcode has values outside 0..{len(Opcode) - 1}"),
         ({"step": np.array([0, -1, 0], np.int32)}, "column step"),
-        ({"memory_rank": np.array([0, 2], np.int32)}, "column memory_rank leaves 0..1"),
+        ({"memory_rank": np.array([0, 2], np.int32)}, "column memory_rank has values outside 0..1"),
         ({"end_ps": np.array([10, 9, 40])}, "end before they start"),
-        ({"num_ranks": 1}, "ranks other than its 1"),
+        ({"num_ranks": 1}, "of 1 ranks, but has tracks of other ranks"),
     ],
 )
 def test_damaged_timelines_are_noticed(changes, message):

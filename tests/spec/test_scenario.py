@@ -119,7 +119,7 @@ def test_a_quantity_without_its_unit_is_refused(text, words):
         ),
         (
             '[[effects]]\nkind = "slow-device"\ndevices = "rang 1"\nfactor = 2.0',
-            "devices: 'rang 1' selects nothing; expected",
+            "devices: 'rang 1' is not a selection; expected",
         ),
         (
             '[[effects]]\nkind = "slow-device"\ndevices = "all"\nfactor = 0.0',
@@ -139,7 +139,7 @@ def test_a_quantity_without_its_unit_is_refused(text, words):
             '[[effects]]\nkind = "slow-link"\nlinks = "inside nodes"\nfactor = 2\nsince = "2 s"\nuntil = "1 s"',
             "slow-link: until is 1 s and since is 2 s",
         ),
-        ('[[effects]]\nkind = "slow-link"\nlinks = "everywhere"', "links: 'everywhere' selects nothing"),
+        ('[[effects]]\nkind = "slow-link"\nlinks = "everywhere"', "links: 'everywhere' is not a selection"),
         (
             '[[effects]]\nkind = "slow-link"\nlinks = "inside nodes"\nbandwidth = 25',
             r"\(slow-link\).bandwidth: 25 has no unit; expected a bandwidth with its unit, as \"25 GB/s\"",

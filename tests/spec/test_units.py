@@ -146,7 +146,7 @@ def test_suggestions():
 
 @pytest.mark.parametrize("seconds", [1e300, float("inf"), float("nan"), 1e7])
 def test_a_time_that_a_simulation_cannot_hold_is_refused(seconds):
-    with pytest.raises(MeasurementError, match="more than a simulation can hold"):
+    with pytest.raises(MeasurementError, match="longer than a simulation can hold"):
         to_picoseconds(seconds)
 
 

@@ -134,7 +134,7 @@ def test_a_fake_model_runs_forward_and_backward():
         ("gpt2-smal", {}, "No model 'gpt2-smal' is shipped .did you mean 'gpt2-small'"),
         ("zebra", {}, "known are bert-base, .*gpt2-large.*file.py:function"),
         ("net.py", {}, "no function in it. Give net.py:function"),
-        ("gpt-tiny", {"batch_size": 0}, "batch_size=0 was asked for; expected at least 1"),
+        ("gpt-tiny", {"batch_size": 0}, "batch_size=0 was given; expected at least 1"),
         ("gpt-tiny", {"sequence_length": 1000}, "choose a sequence length from 1 to 128"),
         ("gpt-tiny", {"image_size": 32}, "a GPT has no image size. Leave the option out"),
         ("unet-tiny", {"sequence_length": 32}, "a UNet has no sequence length"),
@@ -309,7 +309,7 @@ BAD_FILES = {
     "integers": (
         "import torch\nclass M(torch.nn.Module):\n    def forward(self, x):\n        return x.argmax(1)\n"
         "def make():\n    return M(), torch.ones(3, 5)\n",
-        r"returns an int64 tensor of shape \(3,\), from which none can be made",
+        r"returns an int64 tensor of shape \(3,\), from which no loss can be computed",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The one measurement table of many devices, and what is read into it."""
+"""Measurement tables of many devices (`Records`): their files, and imports of other tools' files."""
 
 from meshwright.records.importing import Imported, import_file
 from meshwright.records.one_device import from_measurements, to_measurements

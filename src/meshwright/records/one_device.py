@@ -1,4 +1,4 @@
-"""The measurements of one device (`meshwright.spec.Measurements`, JSON) as rows of the table, and back, without loss.
+"""Convert measurements of one device (`meshwright.spec.Measurements`, JSON) to rows of the table and back, losslessly.
 
     op           aten.linear.default   forward, backward, accumulate,     shapes: the key's brackets
                                        forward_host, backward_host
@@ -9,8 +9,8 @@
     batch        model.gpt-tiny        "", the median                     shapes: batch_size
                                        "", the samples' percentiles       shapes: batch_size, percentile (90, 99)
 
-Conditions are in ``source``. A pass of no time has no row, except the forward, which is then flagged ``noop``.
-`device_row` names the rows of single operators, whatever model has them.
+Conditions are in the column ``source``. A pass of 0 s has no row, except a forward, which is then flagged ``noop``.
+`device_row` makes rows of single operators, measured outside of any model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _INDEXED = ("aten.embedding", "aten.embedding_dense_backward", "aten.nll_loss_fo
 #
 # Where they coincide, these are the rows of a trace of torch's profiler (`importing.read_records`).
 def device_row(op: str, dtype: str, shapes: Shapes, kernel: str = "") -> Row:
-    """Return columns ``op``, ``phase``, ``shapes``, ``dtype``, ``kernel`` of an operator on inputs of these shapes."""
+    """Return the columns op, phase, shapes, dtype and kernel of a single operator on inputs of these ``shapes``."""
     if op in PRODUCTS:
         (m, k), (_, n) = shapes
         return {"op": "matmul", "phase": "", "shapes": named_shapes(m=m, n=n, k=k), "dtype": dtype, "kernel": op}
@@ -59,7 +59,7 @@ def device_row(op: str, dtype: str, shapes: Shapes, kernel: str = "") -> Row:
 
 
 def read_device_row(op: str, shapes: str, kernel: str) -> tuple[str, tuple[tuple[int, ...], ...]] | None:
-    """Return (operator, shapes of its inputs) of a row that `device_row` made; None for every other row."""
+    """Return (operator, shapes of its inputs) of a row that `device_row` made; None for any other row."""
     if op == "matmul" and kernel in PRODUCTS:
         sizes = parse_sizes(shapes) or {}
         if sizes.keys() != {"m", "n", "k"}:
@@ -83,7 +83,7 @@ _TRANSFERS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 
 def from_measurements(table: Measurements) -> Records:
-    """Return the rows of a table of one device. Raises MeasurementError for impossible figures."""
+    """Return the measurements of one device as rows. Raises MeasurementError for impossible figures."""
     rows = list(_rows(table))
     names = ("op", "phase", "shapes", "dtype", "seconds", "spread", "num_samples")
     return make_records(
@@ -97,9 +97,10 @@ def from_measurements(table: Measurements) -> Records:
 
 
 def to_measurements(records: Records, device: str) -> Measurements:
-    """Return the rows of one device as `Measurements`, which cannot hold sizes of kernels or groups across nodes.
+    """Return the rows of one device as `Measurements`.
 
-    Raises MeasurementError if no row is of this device.
+    Rows of kernels with named sizes and of groups across nodes have no place there and are left out. Raises
+    MeasurementError if no row is of this device.
     """
     # Rows of an older version of the software give way to later ones.
     rows = records.where(device=device).dedupe(("op", "phase", "shapes", "dtype"))

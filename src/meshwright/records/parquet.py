@@ -1,9 +1,9 @@
-"""Measurement tables as parquet files: one schema with a version, read and written as a whole, within limits.
+"""Read and write measurement tables as parquet files with a versioned schema, within limits of size.
 
-The columns are those of `Records`; a column more, less or of another type is an error, since a table in other units
-would look the same. Strings are stored as dictionaries, which makes repeated ones cheap. Pages carry checksums, which
-are compared where a file has them. Needs pyarrow (``meshwright[tables]``). No content of a file is executed.
-`read_struct` and `measure_pages` find the unpacked size of a file before anything is unpacked.
+The columns are those of `Records`. A missing column, a further one or one of another type is an error, because a table
+in other units would look the same. Strings are stored as dictionaries, so that repeated ones take little space. Pages
+have checksums, which are compared if a file has them. The module needs pyarrow (``meshwright[tables]``). No content of
+a file is executed. `read_struct` and `measure_pages` find the unpacked size of a file before anything is unpacked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _MAX_DEPTH = 12
 # Source: Apache Thrift, doc/specs/thrift-compact-protocol.md. Nothing is trusted: invalid content is a ValueError, and
 # no value takes more memory than a small multiple of the bytes that it is read from.
 def read_struct(content: bytes, place: int, depth: int = _MAX_DEPTH) -> tuple[Struct, int]:
-    """Return the struct that starts at a place, as plain data, and where it ends. Raises ValueError."""
+    """Return the Thrift struct that starts at byte ``place`` (values by field id), and the place after its end.
+
+    Raises ValueError for invalid content, and for more than ``depth`` nested levels.
+    """
     fields: Struct = {}
     number = 0
     while (kind := _byte(content, place)) != _STOP:
@@ -72,7 +75,7 @@ def _read_value(content: bytes, place: int, kind: int, depth: int) -> tuple[Any,
         length, place = _read_size(content, place)
         return content[place : place + length], place + length
     if depth == 0:
-        raise ValueError("a head of too many levels")
+        raise ValueError("a header with too many levels")
     if kind == _STRUCT:
         return read_struct(content, place, depth - 1)
     if kind in (_LIST, _SET):
@@ -83,7 +86,7 @@ def _read_value(content: bytes, place: int, kind: int, depth: int) -> tuple[Any,
             value, place = _read_value(content, place, head & 15, depth - 1)
             values.append(value)
         return values, place
-    raise ValueError(f"a head with a field of unknown type {kind}")
+    raise ValueError(f"a header with a field of unknown type {kind}")
 
 
 def _read_integer(content: bytes, place: int) -> tuple[int, int]:
@@ -99,12 +102,12 @@ def _read_size(content: bytes, place: int) -> tuple[int, int]:
         size |= (byte & 127) << shift
         if byte < 128:
             return size, place
-    raise ValueError("a head with a number of more than 64 bits")
+    raise ValueError("a header with a number of more than 64 bits")
 
 
 def _byte(content: bytes, place: int) -> int:
     if place >= len(content):
-        raise ValueError("a head that is cut off")
+        raise ValueError("a header that is truncated")
     return content[place]
 
 
@@ -136,13 +139,14 @@ _WHOLE = frozenset((0, 2, 3, 4, 5, 6, 8, 9))
 # Source: Apache Parquet, src/main/thrift/parquet.thrift and Encodings.md. pyarrow is not asked for the footer: version
 # 26.0 ends the process where the figures of a column are invalid.
 def measure_pages(content: bytes, names: Collection[str]) -> tuple[int, int]:
-    """Return the rows of a file, and the bytes that the pages of the named columns, which are flat, unpack to.
+    """Return the number of rows of a file, and the bytes to which the pages of the columns ``names`` unpack.
 
-    Raises ValueError for a footer that cannot be read, or that the pages contradict, and for pages of unknown size.
+    The named columns are flat (not nested). Raises ValueError for a footer that cannot be read or that contradicts the
+    pages, and for pages of unknown size.
     """
     size = int.from_bytes(content[-8:-4], "little")
     if content[-4:] != _MAGIC or not 0 < size <= min(len(content) - 8, _MAX_FOOTER_BYTES):
-        raise ValueError("no footer that can be read")
+        raise ValueError("its footer cannot be read")
     footer, _ = read_struct(content[-8 - size : -8], 0)
     leaves = [_get(element, _ELEMENT, bytes).decode() for element in _get(footer, _SCHEMA, list) if _is_leaf(element)]
     num_rows, unpacked = 0, 0
@@ -154,14 +158,14 @@ def measure_pages(content: bytes, names: Collection[str]) -> tuple[int, int]:
                 unpacked += _measure_column(content, name, _get(column, _FIGURES, dict), rows)
         num_rows += rows
     if num_rows != _get(footer, _ROWS, int):
-        raise ValueError(f"{num_rows} rows, of which the footer has {footer[_ROWS]}")
+        raise ValueError(f"its row groups have {num_rows} rows, but its footer says {footer[_ROWS]}")
     return num_rows, unpacked
 
 
 def _is_leaf(element: Any) -> bool:
     has_type, has_children = isinstance(element, dict) and _TYPE in element, bool(_get(element, _NUM_CHILDREN, int, 0))
     if has_type == has_children:
-        raise ValueError("a column that is neither of values nor of columns")
+        raise ValueError("a column has neither values nor columns, or both")
     return has_type
 
 
@@ -174,11 +178,11 @@ def _measure_column(content: bytes, name: str, figures: Struct, rows: int) -> in
     start = dictionary if 0 < dictionary < data else data
     end = start + _get(figures, _PACKED_TOTAL, int)
     if not 0 < start <= end <= len(content):
-        raise ValueError(f"column {name!r} from byte {start} to {end} of {len(content)}")
+        raise ValueError(f"column {name!r} goes from byte {start} to {end}, but the file has {len(content)} bytes")
     pages = list(_pages(content, start, end))
     found = sum(values for _, values in pages)
     if not found == told == rows:
-        raise ValueError(f"{found} values in column {name!r}, of which the footer has {told} in {rows} rows")
+        raise ValueError(f"column {name!r} has {found} values, but its footer says {told} values in {rows} rows")
     return sum(unpacked for unpacked, _ in pages)
 
 
@@ -189,13 +193,15 @@ def _pages(content: bytes, place: int, end: int) -> Iterator[tuple[int, int]]:
         unpacked, packed = _get(head, _UNPACKED, int), _get(head, _PACKED, int)
         place += packed
         if min(unpacked, packed) < 0 or place > end:
-            raise ValueError(f"a page of {packed} bytes that ends at byte {place}, its column at {end}")
+            raise ValueError(f"a page of {packed} bytes ends at byte {place}, but its column ends at {end}")
         values = 0
         for kind, encoding in _ENCODINGS.items():
             if kind in head:
                 page = _get(head, kind, dict)
                 if page.get(encoding) not in _WHOLE:
-                    raise ValueError("an encoding by which a page may unpack to any size; write it with dictionaries")
+                    raise ValueError(
+                        "a page has an encoding that may unpack to any size; write the table with dictionaries"
+                    )
                 values += 0 if kind == _DICTIONARY else _get(page, _VALUES, int)
         yield unpacked, values
 
@@ -204,7 +210,7 @@ def _get(struct: Any, field: int, kind: type[Any], otherwise: Any = None) -> Any
     """A field of a struct. Raises ValueError if it is of another type, or neither there nor optional."""
     value = struct.get(field, otherwise) if isinstance(struct, dict) else None
     if type(value) is not kind:
-        raise ValueError(f"a header whose field {field} is not of type {kind.__name__}")
+        raise ValueError(f"field {field} of a header is not of type {kind.__name__}")
     return value
 
 
@@ -220,7 +226,7 @@ _BYTES_PER_CELL = 8
 
 
 def write_records(records: Records, path: Path | str) -> Path:
-    """Write a table; the file appears whole or not at all."""
+    """Write a table as a parquet file, completely or not at all."""
     path = Path(path)
     columns = {
         name: _as_dictionary(getattr(records, name)) if name in TEXTS else pa.array(getattr(records, name))
@@ -233,19 +239,22 @@ def write_records(records: Records, path: Path | str) -> Path:
 
 
 def read_records(path: Path | str) -> Records:
-    """Read a table. Raises DocumentError for a file that is not a table, and for invalid rows, which it names."""
+    """Read a table from a parquet file. Raises DocumentError for a file of another kind or with invalid rows."""
     path = Path(path)
     return parse_records(read_regular(path, MAX_FILE_BYTES + 1), path)
 
 
 def parse_schema(content: bytes, path: Path) -> pa.Schema:
-    """Return the columns of any parquet file without unpacking it. Raises DocumentError."""
+    """Return the schema (names and types of columns) of any parquet file, without unpacking its columns.
+
+    Raises DocumentError, which names ``path``, if the file cannot be read.
+    """
     if len(content) > MAX_FILE_BYTES:
-        raise DocumentError(f"{path}: more than {MAX_FILE_BYTES} bytes, to which tables are limited. Split the table.")
+        raise DocumentError(f"{path}: more than {MAX_FILE_BYTES} bytes, the limit of tables. Split the table.")
     with _readable(path):
         schema = pq.read_schema(pa.BufferReader(content))
         if len(set(schema.names)) < len(schema.names):
-            raise ValueError("a column twice")
+            raise ValueError("two columns have the same name")
         return schema
 
 
@@ -255,7 +264,10 @@ def is_records(schema: pa.Schema) -> bool:
 
 
 def parse_records(content: bytes, path: Path) -> Records:
-    """Return the rows of a table; messages name ``path``. Raises DocumentError."""
+    """Return the rows of a table from the content of its parquet file.
+
+    Raises DocumentError, which names ``path``, for a file of another kind or with invalid rows.
+    """
     schema = parse_schema(content, path)
     version = (schema.metadata or {}).get(_SCHEMA_KEY, b"").decode(errors="replace")
     if version != f"records/{SCHEMA_VERSION}":
@@ -264,7 +276,9 @@ def parse_records(content: bytes, path: Path) -> Records:
             "`meshwright measure --from` reads tables of other kinds."
         )
     if odd := sorted(set(schema.names) ^ set(COLUMNS)):
-        raise DocumentError(f"{path}: unknown or missing columns ({', '.join(odd)}). Write the table again.")
+        raise DocumentError(
+            f"{path}: the table has unknown or missing columns ({', '.join(odd)}). Write the table again."
+        )
     try:
         return make_records(**parse_columns(content, path, COLUMNS))
     except MeasurementError as error:
@@ -272,9 +286,10 @@ def parse_records(content: bytes, path: Path) -> Records:
 
 
 def parse_columns(content: bytes, path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Return the named columns of any parquet file within the limits.
+    """Return the columns ``names`` of any parquet file: strings (dtype object) or numbers, each of shape (n,).
 
-    Raises DocumentError; pages must match their checksums.
+    Raises DocumentError, which names ``path``, for a file that is damaged (checksums of pages are compared), exceeds
+    the limits, or has columns of other types.
     """
     schema = parse_schema(content, path)
     with _readable(path):

@@ -1,16 +1,17 @@
-"""The one measurement table of many devices: a row is one op, at one size, on one device, and the seconds it took.
+"""The measurement table of many devices: each row has the seconds of one op, at one size, on one device.
 
     op, phase, shapes, dtype     what was timed          device, software, kernel     on what, by which code
-    seconds, spread, num_samples how long, how surely    source, date, flags          who says so, and what is special
+    seconds, spread, num_samples the measurement         source, date, flags          its origin, and special cases
 
-``shapes`` is one of two forms: named integers (``m=4096;n=128;k=1536``), or the inputs of a captured op
-(``4x128x768:float32,768x768:float32;attribute=value|11``, the part of `meshwright.spec.op_key` in brackets). An empty
-one says that the name tells all. ``bytes`` of a collective are those of the full tensor: the output of an all-gather,
-the input of a reduce-scatter, what all ranks together exchange in an all-to-all (each holds bytes / ranks).
+``shapes`` has one of two forms: named integers (``m=4096;n=128;k=1536``), or the inputs of a captured op
+(``4x128x768:float32,768x768:float32;attribute=value|11``, the part of `meshwright.spec.op_key` in brackets). It is
+empty if ``op`` alone identifies the work. ``bytes`` of a collective is the size of the full tensor: the output of an
+all-gather, the input of a reduce-scatter, the input of all ranks together for an all-to-all (each rank holds
+bytes / ranks).
 
-``spread`` is (p90 - p10) / median; 0 for it or for ``num_samples`` means that the source does not say. Flags are words
-joined by commas: ``noop`` (so small that nothing is done) and ``plateau`` (raised by the source to its neighbour's
-figure). A row of zero seconds, or of a size of zero, must be flagged ``noop``.
+``spread`` is (p90 - p10) / median. A ``spread`` or ``num_samples`` of 0 means unknown. Flags are words joined by
+commas: ``noop`` (the size is so small that nothing is done) and ``plateau`` (the source raised the time so that
+bandwidth never falls with size). A row of zero seconds, or with a size of zero, must be flagged ``noop``.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ _DEFAULTS: dict[str, Any] = {"spread": 0.0, "num_samples": 0, **dict.fromkeys(TE
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Records:
-    """Columns of n rows, each of shape (n,): strings, ``seconds`` and ``spread`` in s and as a share.
+    """A measurement table of n rows, as columns of shape (n,). The module's docstring describes the columns.
 
-    Raises MeasurementError for figures, sizes, phases or flags that cannot be, with the numbers of the rows;
-    `keep_sound` leaves such rows out instead.
+    Raises MeasurementError, with the numbers of the rows, for impossible figures, sizes, phases or flags; `keep_sound`
+    leaves such rows out instead. Columns cannot be changed afterwards.
     """
 
     op: Texts
@@ -92,7 +93,7 @@ class Records:
         return len(self.seconds)
 
     def select(self, rows: Mask | Integers) -> Records:
-        """Return the rows where a mask of shape (n,) is true, or those of the given indices, in that order."""
+        """Return the rows where a mask of shape (n,) is true, or the rows with the given indices, in that order."""
         return Records(**{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def where(self, **values: str) -> Records:
@@ -103,26 +104,31 @@ class Records:
         return self.select(mask)
 
     def size(self, name: str) -> Integers:
-        """Return the named integer of every row's shapes, shape (n,). Raises MeasurementError if a row has none."""
+        """Return the integer ``name`` of every row's ``shapes``, shape (n,).
+
+        Raises MeasurementError if a row does not have it.
+        """
         found = {text: (parse_sizes(text) or {}).get(name) for text in set(self.shapes)}
         missing = sorted(text for text, size in found.items() if size is None)
         if missing:
-            raise MeasurementError(f"Rows of shapes {missing[0]!r} have no {name!r}. Select those that have it first.")
+            raise MeasurementError(
+                f"Rows with the shapes {missing[0]!r} have no size {name!r}. Select the rows that have it first."
+            )
         return np.array([found[text] for text in self.shapes], np.int64)
 
     def has_flag(self, flag: str) -> Mask:
-        """Return whether a row is flagged so, shape (n,)."""
+        """Return for each row whether it has the flag (``noop`` or ``plateau``), shape (n,)."""
         return _rows_where(self.flags, lambda text: flag in text.split(","))
 
     def row_hashes(self) -> NDArray[np.uint64]:
-        """Return a number for what each row says (identity and seconds), shape (n,); equal on every machine."""
+        """Return a hash of each row's identity columns and seconds, shape (n,); equal on every machine."""
         columns = [getattr(self, name) for name in IDENTITY]
         rows = zip(*columns, self.seconds.tolist(), strict=True)
         digests = (hashlib.blake2b("\x1f".join((*row[:-1], repr(row[-1]))).encode(), digest_size=8) for row in rows)
         return np.array([int.from_bytes(digest.digest(), "little") for digest in digests], np.uint64)
 
     def contradictions(self) -> Integers:
-        """Return rows that measure what another row measured, with other seconds: their indices, in order."""
+        """Return the indices, ascending, of rows that agree with an earlier row in `IDENTITY` but not in seconds."""
         seen: dict[tuple[str, ...], float] = {}
         pairs = zip(self._texts(IDENTITY), self.seconds.tolist(), strict=True)
         return np.array(
@@ -130,7 +136,7 @@ class Records:
         )
 
     def dedupe(self, identity: Sequence[str] = IDENTITY) -> Records:
-        """One row for each thing measured (rows that agree in the ``identity`` columns), the last."""
+        """Return the last of the rows that agree in the ``identity`` columns, for each combination of their values."""
         last = {row: place for place, row in enumerate(self._texts(identity))}
         return self.select(np.array(sorted(last.values()), np.int64))
 
@@ -139,7 +145,7 @@ class Records:
 
 
 def make_records(**columns: ArrayLike) -> Records:
-    """Return records from columns; a single value stands for all rows, and what is not given is empty or 0.
+    """Return a table from columns. A single value is used for all rows; columns that are left out are empty or 0.
 
     Raises MeasurementError as `Records` does, and for columns that do not exist or differ in length.
     """
@@ -147,7 +153,7 @@ def make_records(**columns: ArrayLike) -> Records:
 
 
 def keep_sound(**columns: ArrayLike) -> tuple[Records, dict[str, int]]:
-    """As `make_records`, without impossible rows (`find_faults`); return also how many were left out, by reason."""
+    """Return `make_records` without impossible rows (`find_faults`), and the number of rows left out by reason."""
     complete = _complete(columns)
     left_out = np.zeros(len(complete["seconds"]), bool)
     counts = {}
@@ -159,33 +165,33 @@ def keep_sound(**columns: ArrayLike) -> tuple[Records, dict[str, int]]:
 
 
 def columns_of(rows: Iterable[Row], names: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the named columns of rows that all have them, as `make_records` takes them."""
+    """Return the columns ``names`` of ``rows``, which all have them, as arguments for `make_records`."""
     known = list(rows)
     return {name: [row[name] for row in known] for name in names}
 
 
 def concat_records(parts: Iterable[Records]) -> Records:
-    """All rows of all parts, in order."""
+    """Return one table with all rows of all parts, in order."""
     known = [make_records(seconds=()), *parts]
     return Records(**{name: np.concatenate([getattr(part, name) for part in known]) for name in COLUMNS})
 
 
 def merge_records(old: Records, new: Records) -> Records:
-    """Return the rows of both, without the old ones of things that were measured again."""
+    """Return the rows of both tables, without old rows that agree with a new row in `IDENTITY`."""
     renewed = set(new._texts(IDENTITY))
     kept = np.array([row not in renewed for row in old._texts(IDENTITY)], bool)
     return concat_records([old.select(kept), new])
 
 
 def named_shapes(**sizes: int) -> str:
-    """Return the text of named sizes: ``named_shapes(m=4, n=2)`` is ``m=4;n=2``."""
+    """Return named sizes as a text for the column ``shapes``: ``named_shapes(m=4, n=2)`` is ``m=4;n=2``."""
     return ";".join(f"{name}={int(size)}" for name, size in sizes.items())
 
 
 def parse_sizes(shapes: str) -> dict[str, int] | None:
-    """Return the sizes that `named_shapes` wrote; none for a captured op's inputs, None for a text that is neither.
+    """Return the sizes, by name, of a text that `named_shapes` wrote; {} for the inputs of a captured op.
 
-    A size that is named twice is neither.
+    Returns None for a text of neither form, also if a name occurs twice.
     """
     if not shapes or "|" in shapes:
         return {}
@@ -197,9 +203,9 @@ def parse_sizes(shapes: str) -> dict[str, int] | None:
 
 
 def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
-    """Return what can be wrong with a row, in words, and the rows that are so (each of shape (n,)).
+    """Return, for each possible fault of a row, in words, a mask of the rows that have it, of shape (n,).
 
-    All columns are needed.
+    ``columns`` has all columns of the table.
     """
     seconds, spread = columns["seconds"], columns["spread"]
     noop = _rows_where(columns["flags"], lambda text: "noop" in text.split(","))
@@ -250,12 +256,14 @@ def _complete(columns: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:
     """All columns as arrays of one length and of their own types."""
     if odd := set(columns) - set(COLUMNS):
         raise MeasurementError(
-            f"{', '.join(sorted(odd))}: no column of a measurement table; those are {', '.join(COLUMNS)}."
+            f"{', '.join(sorted(odd))}: not a column of a measurement table; its columns are {', '.join(COLUMNS)}."
         )
     arrays = {name: _as_column(name, columns.get(name, _DEFAULTS.get(name, ()))) for name in COLUMNS}
     lengths = {name: len(array) for name, array in arrays.items() if array.ndim}
     if len(set(lengths.values())) != 1:
-        raise MeasurementError(f"Columns of lengths {lengths}; a table needs seconds, and one length for all.")
+        raise MeasurementError(
+            f"The columns have lengths {lengths}; expected the column seconds, and the same length for all columns."
+        )
     count = next(iter(lengths.values()))
     return {
         name: np.full(count, array[()], array.dtype) if array.ndim == 0 else array for name, array in arrays.items()
@@ -275,7 +283,7 @@ def _as_column(name: str, values: ArrayLike) -> NDArray[Any]:
             raise ValueError("fractions")
     except (TypeError, ValueError, OverflowError):
         raise MeasurementError(
-            f"Column {name!r} holds what is not {np.dtype(kind).name}; expected such numbers alone."
+            f"Column {name!r} holds values that are not {np.dtype(kind).name}; expected only such numbers."
         ) from None
     if array.ndim > 1:
         raise MeasurementError(f"Column {name!r} has {array.ndim} dimensions; expected one.")

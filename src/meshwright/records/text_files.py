@@ -1,7 +1,7 @@
-"""Tables of texts (CSV), files that may be compressed (gzip), and tables of measurements by their suffix.
+"""Read and write measurement tables by their suffix; read CSV files, and files that may be compressed (gzip).
 
-Limits are checked while reading. The suffix decides how measurements are read and written: a table of one device
-(``.json``), or of many (``.parquet``).
+A measurement table of one device ends in ``.json``, a table of many devices in ``.parquet``. Limits of size are checked
+while reading.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PARQUET, _JSON = ".parquet", ".json"
 
 
 def load_measurements(path: Path | str, cluster: Cluster) -> Measurements:
-    """Return the measurements of a file for the devices of a cluster.
+    """Read the measurements of a table for the devices of a cluster.
 
-    If the table has several devices, these are the rows of the cluster's first device kind that has any. Raises
-    DocumentError for a file that cannot be read, MeasurementError if no device of the cluster is in the table.
+    From a table of many devices, the rows of the first of the cluster's device kinds that has rows are taken. Raises
+    DocumentError for a file that cannot be read, MeasurementError if the table has no device of the cluster.
     """
     path = Path(path)
     if _kind(path) == _JSON:
@@ -43,7 +43,7 @@ def load_measurements(path: Path | str, cluster: Cluster) -> Measurements:
     if not found:
         raise MeasurementError(
             f"{path} has no rows of {', '.join(kinds)}; its devices are {', '.join(sorted(set(records.device)))}. "
-            "Give a table of these devices, or none."
+            "Give a table with rows of these devices, or plan without a table."
         )
     return to_measurements(records, found[0])
 
@@ -51,16 +51,16 @@ def load_measurements(path: Path | str, cluster: Cluster) -> Measurements:
 # Of a table of many devices a cluster takes its own kind. Written rows replace those of the same things; all others
 # stay.
 def save_measurements(table: Measurements, path: Path | str) -> Path:
-    """Write a table of one device; in a file of many devices its rows are renewed and all others kept."""
+    """Write the measurements of one device. In a table of many devices, they replace rows of the same measurements."""
     path = Path(path)
     return write_document(table, path) if _kind(path) == _JSON else add_records(from_measurements(table), path)
 
 
 def check_table_place(path: Path | str, *, of_many: bool = False) -> None:
-    """Check, before a long measurement, that a table can be written.
+    """Check, before a long measurement, that its table can be written to ``path``.
 
-    ``of_many``: a table of many devices. Raises DocumentError if the name does not fit, or if a file of another kind is
-    there; ModuleNotFoundError if pyarrow is needed and missing.
+    ``of_many``: it is a table of many devices. Raises DocumentError if the suffix is wrong or the file exists and is of
+    another kind, ModuleNotFoundError if pyarrow is needed and missing.
     """
     path = Path(path)
     if of_many or _kind(path) == _PARQUET:
@@ -68,7 +68,10 @@ def check_table_place(path: Path | str, *, of_many: bool = False) -> None:
 
 
 def add_records(records: Records, path: Path | str) -> Path:
-    """Write rows into a table of many devices, which is created if it does not exist. Raises DocumentError."""
+    """Add rows to a table of many devices, which is created if it does not exist.
+
+    Raises DocumentError if the table cannot be read or written.
+    """
     path = Path(path)
     known = _known_records(path)
     from meshwright.records.parquet import write_records  # noqa: PLC0415
@@ -80,7 +83,7 @@ def _known_records(path: Path) -> Records | None:
     """The contents of the table that rows are to be added to; None if the file does not exist yet."""
     if _kind(path) != _PARQUET:
         raise DocumentError(
-            f"{path}: rows of many devices are kept in a table that ends in .parquet. Choose a name that does."
+            f"{path}: expected a name that ends in .parquet, for a table of many devices. Choose such a name."
         )
     import meshwright.records.parquet  # noqa: PLC0415, F401 - without pyarrow this is the first to fail
 
@@ -89,7 +92,10 @@ def _known_records(path: Path) -> Records | None:
 
 
 def read_records_at(path: Path) -> Records:
-    """Return a table of many devices. Raises DocumentError, ModuleNotFoundError without pyarrow."""
+    """Read a table of many devices (parquet).
+
+    Raises DocumentError if it cannot be read, ModuleNotFoundError without pyarrow.
+    """
     from meshwright.records.parquet import read_records  # noqa: PLC0415
 
     return read_records(path)
@@ -111,7 +117,10 @@ _MAX_CELLS, _CELLS_PER_ROW = 15_000_000, 4
 
 
 def read_unpacked(path: Path) -> bytes:
-    """Return the content of a file that may be compressed. Raises DocumentError above the limit of documents."""
+    """Return the content of a file, decompressed if it is gzip data.
+
+    Raises DocumentError if it cannot be read, is damaged, or exceeds `MAX_DOCUMENT_BYTES`.
+    """
     content = read_regular(path, MAX_DOCUMENT_BYTES + 1)
     if content.startswith(b"\x1f\x8b"):
         machine = zlib.decompressobj(wbits=31)
@@ -120,21 +129,24 @@ def read_unpacked(path: Path) -> bytes:
         except zlib.error as error:
             raise DocumentError(f"{path}: cannot be decompressed ({error}). Make it again.") from None
         if not machine.eof and len(content) <= MAX_DOCUMENT_BYTES:
-            raise DocumentError(f"{path}: cut off in the middle. Make it again.")
+            raise DocumentError(f"{path}: the compressed file is truncated. Make it again.")
     if len(content) > MAX_DOCUMENT_BYTES:
         raise DocumentError(
-            f"{path}: more than {MAX_DOCUMENT_BYTES} bytes, to which files are limited. Record less, or split the file."
+            f"{path}: more than {MAX_DOCUMENT_BYTES} bytes, the limit of files. Record less, or split the file."
         )
     return content
 
 
 def parse_csv(content: bytes, path: Path) -> list[Row]:
-    """Return the rows of a table by the names in its first line. Raises DocumentError for rows of other lengths."""
+    """Return the rows of a CSV file, each a dict of texts by the column names in the first line.
+
+    Raises DocumentError for a file that is not CSV, too large, or has rows of different lengths.
+    """
     return [row for _, row in number_rows(content, path)]
 
 
 def number_rows(content: bytes, path: Path) -> list[tuple[int, Row]]:
-    """Return the rows as `parse_csv`, each with the line on which it starts; the first line is 1."""
+    """Return the rows as `parse_csv` does, each with the number of the line on which it starts (from 1)."""
     rows: list[tuple[int, Row]] = []
     try:
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
@@ -147,7 +159,7 @@ def number_rows(content: bytes, path: Path) -> list[tuple[int, Row]]:
                 raise ValueError(f"line {line} has {len(cells)} cells; expected {len(names)}, as line 1 has")
             room -= len(cells) + _CELLS_PER_ROW
             if room < 0:
-                raise ValueError(f"more cells than tables are limited to, from line {line} on; split the table")
+                raise ValueError(f"line {line} exceeds the limit of cells; split the table")
             if cells:
                 rows.append((line, dict(zip(names, cells, strict=True))))
             line = reader.line_num + 1

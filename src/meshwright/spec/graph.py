@@ -1,12 +1,11 @@
-"""Graph: what a model computes, as plain facts that need no torch; checks of graphs (`check_graph`, `check_amounts`).
+"""Graph: the ops and tensors of a model as data that needs no torch; checks of it (`check_graph`, `check_amounts`).
 
 A graph lists tensors and ops in topological order. Sizes are `Extent`s, affine in the batch size b, so one capture
-serves every microbatch size; a graph whose sizes are not symbolic has the one ``batch_size`` for which it is valid. The
-tensors that autograd keeps for the backward are recorded per op (``saved``); tensors that share memory have the same
-``storage``, so that bytes are counted once.
+serves every microbatch size. A graph whose sizes are not symbolic is valid for one ``batch_size`` only. Each op lists
+the tensors that autograd keeps for its backward (``saved``). Tensors that share memory have the same ``storage``, so
+that bytes are counted once.
 
-A **layer** is a named, contiguous range of ops, and every boundary between layers is a legal place to cut the model
-into stages.
+A **layer** is a named, contiguous range of ops. The model can be cut into stages at every boundary between layers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MAX_GRAPH_FLOPS = 2**62
 
 
 def check_graph(graph: Graph) -> None:
-    """Raise GraphError when the parts of a graph contradict each other."""
+    """Raise GraphError if tensors, ops, layers or collectives of a graph contradict each other."""
     _check_tensors(graph)
     known = _check_ops(graph)
     _check_layers(graph)
@@ -60,23 +59,25 @@ def _check_tensors(graph: Graph) -> None:
             )
         if not 0 <= tensor.storage < num_tensors or graph.tensors[tensor.storage].storage != tensor.storage:
             raise GraphError(
-                f"Tensor {tensor.name!r} (id {i}) names storage {tensor.storage}, which is not its own storage."
+                f"Tensor {tensor.name!r} (id {i}) has storage {tensor.storage}; expected the id of a tensor that owns "
+                "its memory (whose storage is its own id)."
             )
 
 
 def check_amounts(graph: Graph, batch_size: int) -> None:
-    """Bound the bytes of the tensors and the FLOPs of batches of up to ``batch_size`` samples.
+    """Raise GraphError if the tensors or the FLOPs of a batch of ``batch_size`` samples exceed the limits.
 
-    A dimension of 0 does not hide the sizes of the others.
+    The limits are `MAX_GRAPH_BYTES` and `MAX_GRAPH_FLOPS`. A dim of size 0 counts as 1, so that it does not hide the
+    sizes of the other dims.
     """
     num_bytes = 0
     for tensor in graph.tensors:
         num_bytes += math.prod((max(extent.most(batch_size), 1) for extent in tensor.shape), start=8)
         if num_bytes > MAX_GRAPH_BYTES:
             raise GraphError(
-                f"Graph {graph.name!r} needs more than {format_bytes(MAX_GRAPH_BYTES)} for a batch of "
-                f"{batch_size}, up to tensor {tensor.name!r}. Choose smaller microbatches; if they are small "
-                "already, the file is damaged: capture the model again."
+                f"The tensors of graph {graph.name!r}, up to {tensor.name!r}, take more than "
+                f"{format_bytes(MAX_GRAPH_BYTES)} for a batch of {batch_size}. Choose smaller microbatches; if they "
+                "are small already, the file is damaged: capture the model again."
             )
     num_flops = sum(op.flops.most(batch_size) + op.backward_flops.most(batch_size) for op in graph.ops)
     if num_flops > MAX_GRAPH_FLOPS:
@@ -129,9 +130,9 @@ def _check_collectives(graph: Graph) -> None:
         known = 0 <= item.at < len(graph.ops) and 0 <= item.tensor < len(graph.tensors)
         if not known or item.copies < 1 or item.count < 1:
             raise GraphError(
-                f"A collective {item.kind} of {item.copies} times tensor {item.tensor} at op {item.at}, {item.count} "
-                f"times: the graph has {len(graph.ops)} ops and {len(graph.tensors)} tensors, and copies and count are "
-                "at least 1. Shard the graph again."
+                f"The graph has a collective {item.kind} with copies {item.copies}, tensor {item.tensor}, op {item.at} "
+                f"and count {item.count}; expected one of its {len(graph.ops)} ops and {len(graph.tensors)} tensors, "
+                "and copies and count of at least 1. Shard the graph again."
             )
 
 
@@ -155,7 +156,7 @@ class Extent:
         return self.fixed + self.per_sample * batch_size
 
     def most(self, batch_size: int) -> int:
-        """Return a bound of the number's absolute value for batches of up to ``batch_size`` samples."""
+        """Return an upper bound of the number's absolute value for batches of up to ``batch_size`` samples."""
         return abs(self.fixed) + abs(self.per_sample) * batch_size
 
     def __add__(self, other: Extent) -> Extent:
@@ -168,12 +169,12 @@ class Extent:
         return f"{scale}{self.fixed:+d}" if self.fixed else scale
 
     def encode_scalar(self) -> int | str:
-        """Return the form in documents."""
+        """Return the number as documents contain it: ``768``, ``"b"`` or ``"4*b+1"``."""
         return str(self) if self.per_sample else self.fixed
 
     @classmethod
     def decode_scalar(cls, data: int | str) -> Extent:
-        """Read the form in documents; ValueError if it is neither a whole number nor affine in b."""
+        """Parse a number of a document. Raises ValueError unless it is a whole number or a text such as ``"4*b+1"``."""
         if type(data) is int:
             return cls(data)
         match = _EXTENT.fullmatch(data) if isinstance(data, str) else None
@@ -184,12 +185,12 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One value of the graph; its id is its position in ``Graph.tensors``.
+    """A tensor of the graph; its id is its position in ``Graph.tensors``.
 
-    A tensor with ``role`` "saved" is internal to an op and read only by its backward (a dropout mask, softmax
-    statistics). ``storage`` is the id of the tensor whose memory this one shares, its own id if it owns its memory.
-    ``aliases`` are further names of a tied parameter. ``requires_grad`` is autograd's flag in training: False for
-    frozen parameters and for all tensors below the first trainable op.
+    A tensor with ``role`` "saved" is internal to an op and read only by the op's backward (a dropout mask, softmax
+    statistics). ``storage`` is the id of the tensor that owns this tensor's memory: its own id unless it is a view or
+    written in place. ``aliases`` are further names of a tied parameter. ``requires_grad`` is autograd's flag in
+    training: False for frozen parameters and for all tensors before the first trainable op.
     """
 
     name: str
@@ -201,16 +202,17 @@ class Tensor:
     aliases: tuple[str, ...] = ()
 
     def num_elements(self, batch_size: int) -> int:
-        """Return the number of elements at a batch size."""
+        """Return the number of elements for a batch of ``batch_size`` samples."""
         count = 1
         for extent in self.shape:
             count *= extent.at(batch_size)
         return count
 
     def num_bytes(self, batch_size: int, float_bytes: int | None = None) -> int:
-        """Return the bytes at a batch size, counting the tensor's own elements (for a view, those that it shows).
+        """Return the bytes of the tensor's elements for a batch of ``batch_size`` samples; for a view, of its elements.
 
-        ``float_bytes``: bytes of a floating element when the model runs in another precision than it was captured in.
+        ``float_bytes``: bytes per element of floating dtypes, if the model runs in another precision than the captured
+        one; None: those of the tensor's own dtype.
         """
         element_bytes = DTYPE_BYTES[self.dtype]
         if float_bytes is not None and self.dtype in FLOAT_DTYPES:
@@ -223,9 +225,11 @@ class Op:
     """One operation; its id is its position in ``Graph.ops``.
 
     ``kind`` is the operator's name in torch (``aten.linear.default``); ``attributes`` are its non-tensor arguments as
-    text. ``saved`` lists the tensors that autograd keeps for this op's backward. ``replicable``: the op depends on no
-    input, parameter, random number or written buffer, so every stage that needs the result computes it instead of
-    receiving it.
+    (name, text). ``inputs`` and ``outputs`` are tensor ids, and so is ``saved``: the tensors that autograd keeps for
+    this op's backward. ``flops`` and ``backward_flops`` count floating-point operations. ``random``: the op draws
+    random numbers. ``replicable``: the op depends on no input, parameter, random number or written buffer, so every
+    stage that needs the result computes it instead of receiving it. ``module`` is the path of the module that calls the
+    op.
     """
 
     name: str
@@ -250,9 +254,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Ops ``start:stop`` under one name.
+    """A layer: the ops ``start:stop`` under one name.
 
-    ``block`` is equal for layers of equal structure (repeated blocks), so that results can be reused.
+    ``block`` is equal for layers of equal structure (repeated blocks), so that results for one can be reused.
     """
 
     name: str
@@ -266,11 +270,15 @@ class Graph:
     """A captured model: immutable, topologically ordered, identified by its content hash.
 
     ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss``: ``outputs[0]`` is the scalar loss.
-    ``batch_size`` is None if every extent is affine in the batch, else the only batch size for which the graph is
-    valid. ``recompute`` lists ranges of ops that the backward recomputes, except the ops ``keeps``, whose results are
-    kept (`recompute`). ``compiled`` says which ops torch compiles together (`compiled_units`); 0: none.
-    ``collectives`` lists what a rank exchanges at its ops if the graph is one rank's shard; ``model_flops`` are then
-    the FLOPs of the whole model. Raises GraphError if the parts contradict each other.
+    ``batch_size`` is None if every size is affine in the batch size, else the only batch size for which the graph is
+    valid.
+
+    ``recompute`` lists the ranges of ops that the backward recomputes. The results of the ops in ``keeps`` are kept
+    instead (`spec.recompute`). ``compiled`` is the number of parts into which layers are cut for torch's compiler
+    (`parts_of_layers`); 0: not compiled. In the local graph of one rank of a split stage, ``collectives`` lists the
+    collectives at its ops, and ``model_flops`` are the FLOPs of the whole model.
+
+    Raises GraphError if tensors, ops, layers or collectives contradict each other.
     """
 
     name: str
@@ -298,9 +306,9 @@ class Graph:
 
     @property
     def content_hash(self) -> str:
-        """16 hexadecimal digits, equal exactly if two graphs describe the same computation.
+        """16 hexadecimal digits of SHA-256, equal if two graphs describe the same computation.
 
-        The name and ``compiled`` are left out.
+        The hash covers all fields except ``name`` and ``compiled``.
         """
         if not self._hash:
             nameless = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
@@ -322,7 +330,7 @@ class Graph:
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens per sample, if the model's first input is a sequence of whole numbers; None for other models."""
+        """Tokens per sample if the model's first input is a sequence of int64 tokens; None for other models."""
         tensor = self.tensors[self.inputs[0]] if self.inputs else None
         if tensor is None or tensor.dtype != "int64" or len(tensor.shape) != 2 or tensor.shape[1].per_sample:
             return None
@@ -353,10 +361,10 @@ class Graph:
         exclude: frozenset[int] = frozenset(),
         float_bytes: int | None = None,
     ) -> int:
-        """Return the bytes that autograd keeps for the backward of ``ops``, each storage once.
+        """Return the bytes that autograd keeps for the backward of ``ops``; each storage counts once.
 
-        Parameters and buffers are left out. ``exclude`` holds storages that are counted elsewhere (received values, for
-        instance); ``float_bytes``: the width of floating elements, by default as captured.
+        Parameters, buffers and constants are left out. ``exclude`` holds storages that are counted elsewhere (received
+        values, for instance). ``float_bytes`` is as in `Tensor.num_bytes`.
         """
         storages = {self.tensors[i].storage for op in ops for i in op.saved} - exclude
         return sum(
@@ -385,7 +393,7 @@ class Graph:
         )
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Raise GraphError if the graph is not valid for batches of this size, or if they exceed any machine."""
+        """Raise GraphError if the graph is not valid for batches of this size, or if they exceed `check_amounts`."""
         if type(batch_size) is not int or batch_size < 1:
             raise GraphError(f"A batch of {batch_size!r} samples was given; expected a whole number of at least 1.")
         if self.batch_size is not None and batch_size != self.batch_size:

@@ -1,4 +1,4 @@
-"""Groups of a deployment's devices: the models that they hold, and whether these fit."""
+"""Groups of devices in a deployment: the models that each group holds, and checks that these fit into memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """``devices`` devices, each of which holds these models (with all their copies) and serves only their requests.
+    """A group of devices: each of its ``devices`` devices holds ``models``, with all copies, and serves only these.
 
-    A model's requests are divided among the groups that hold it, by ``weights``, one for each of ``models``: by default
-    the number of devices.
+    The requests of a model are divided among the groups that hold it, in proportion to their weights for the model.
+    ``weights`` has one for each of ``models``; by default each is the group's number of devices.
     """
 
     devices: int
@@ -42,7 +42,7 @@ class Group:
             _check("A group", weight=(1e-9, weight, 1e9))
 
     def weight_of(self, model: str) -> float:
-        """Return the weight of a model; 0 if the group does not hold it."""
+        """Return the group's weight for requests of a model; 0 if the group does not hold it."""
         if model not in self.models:
             return 0.0
         return self.weights[self.models.index(model)] if self.weights else float(self.devices)
@@ -53,8 +53,8 @@ def check_groups(deployment: Deployment, names: list[str]) -> None:
     taken = sum(group.devices for group in deployment.groups)
     if taken > deployment.devices:
         raise ServingError(
-            f"The groups have {taken} devices, and the deployment {deployment.devices}. Give it more, or smaller "
-            "groups."
+            f"The groups have {taken} devices in all, but the deployment has {deployment.devices}. Raise the "
+            "deployment's `devices`, or make groups smaller."
         )
     known = set(names)
     for group in deployment.groups:
@@ -66,7 +66,7 @@ def check_groups(deployment: Deployment, names: list[str]) -> None:
 
 
 def check_memory(deployment: Deployment) -> None:
-    """Raise ServingError for models that fit no device, and for groups that exceed their devices."""
+    """Raise ServingError if a model, or all models of a group, take more than ``device_memory``."""
     limit = deployment.device_memory
     if limit is None:
         return
@@ -74,18 +74,18 @@ def check_memory(deployment: Deployment) -> None:
     for model in deployment.models:
         if model.memory is None:
             raise ServingError(
-                f"Model {model.name!r} has no memory, so it is not known whether it fits into device_memory. Give "
-                'it, as memory = "2 GiB", or leave device_memory out.'
+                f"Model {model.name!r} has no `memory`, but the deployment has device_memory, into which all models "
+                'have to fit. Add for example memory = "2 GiB" to the model, or leave device_memory out.'
             )
         if model.memory > limit:
             raise ServingError(
-                f"Model {model.name!r} takes {format_bytes(model.memory)}, and a device has {format_bytes(limit)}. "
-                "Give devices more memory, or a smaller model."
+                f"Model {model.name!r} takes {format_bytes(model.memory)}, but a device has {format_bytes(limit)}. "
+                "Raise device_memory, or serve a smaller model."
             )
     for place, group in enumerate(deployment.groups):
         if not deployment.has_room(group.models):
             raise ServingError(
                 f"The models of group {place} ({', '.join(group.models[:9])}) take "
-                f"{format_bytes(deployment.memory_of(group.models))}, and a device has {format_bytes(limit)}. Put some "
+                f"{format_bytes(deployment.memory_of(group.models))}, but a device has {format_bytes(limit)}. Put some "
                 "of them into another group, or let `simulate --place best` do so."
             )

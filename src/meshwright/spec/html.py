@@ -1,7 +1,7 @@
-"""Facts in a notebook: a caption and a table of the first rows as HTML, without script or style sheet.
+"""HTML for notebooks: a caption and a table of the first rows (`html_table`), without script or style sheet.
 
-Notebooks call ``_repr_html_``, or ``_repr_pretty_`` where they show text; the time of both depends on the shown rows
-only.
+Notebooks call ``_repr_html_`` of an object, or ``_repr_pretty_`` for text. The time of both depends only on the number
+of shown rows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ class Printer(Protocol):
     """The object that IPython passes to ``_repr_pretty_``."""
 
     def text(self, text: str) -> None:
-        """Add text."""
+        """Append text to the output."""
 
 
 def html_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]], num_rows: int) -> str:
-    """Return the first `MAX_ROWS` of ``num_rows`` rows; numbers are right-aligned. Later rows are not computed."""
+    """Return an HTML table of the first `MAX_ROWS` of ``num_rows`` rows, with whole numbers right-aligned.
+
+    Further rows are counted in a last line, but not computed.
+    """
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in islice(rows, MAX_ROWS))
     left = num_rows - MAX_ROWS

@@ -1,7 +1,8 @@
-"""The instructions of a rank: one typed class per kind, and one table of the properties of each.
+"""The instructions of a rank: one dataclass for each kind, and a table of their properties (`INSTRUCTIONS`).
 
-The classes are the row views of a `Program`, whose columns hold an `Opcode` for each of them. `INSTRUCTIONS` lists
-their columns, stream, kind of cost, names and colours, for the builder, both interpreters and all reports.
+A `Program` stores instructions as columns; row i is an `Opcode` and its numbers. The dataclasses are views of single
+rows. `INSTRUCTIONS` lists the class, stream, kind of cost, names and colours of every opcode, for the program builder,
+simulator, runtime and reports.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ CostKind = Literal[
 
 
 class Opcode(IntEnum):
-    """What an instruction does; one per typed class."""
+    """The kind of an instruction, as the column ``opcode`` of a program stores it."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -76,9 +77,9 @@ class Opcode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """Run the stage's forward on one microbatch with weights of ``version`` and save tensors for the backward.
+    """Run the stage's forward on one microbatch, with weight version ``version``, and save tensors for the backward.
 
-    Occupies the device.
+    Occupies the device (the compute stream).
     """
 
     stage: int
@@ -88,9 +89,9 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """Run the stage's backward of one microbatch, add to the gradients, release the saved tensors.
+    """Run the stage's backward of one microbatch, add to the gradients, and release the saved tensors.
 
-    Raises the marks of ready buckets. Occupies the device.
+    Raises a mark (`spec.program`) when the gradients of a bucket are ready. Occupies the device.
     """
 
     stage: int
@@ -100,7 +101,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardInput:
-    """The part of a backward that other stages wait for: the gradients of the stage's received values.
+    """Compute the first half of a backward: the gradients of the stage's inputs, for which other stages wait.
 
     Saves tensors for `BackwardWeight`. Occupies the device.
     """
@@ -112,9 +113,9 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardWeight:
-    """The rest of a backward: add to the gradients of the stage's parameters, release the saved tensors.
+    """Compute the second half of a backward: add to the parameters' gradients and release the saved tensors.
 
-    Raises the marks of ready buckets. Occupies the device.
+    Raises a mark (`spec.program`) when the gradients of a bucket are ready. Occupies the device.
     """
 
     stage: int
@@ -127,7 +128,7 @@ Computation = Forward | Backward | BackwardInput | BackwardWeight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Send one microbatch's values (or their gradients) to stage ``peer``. Does not block the device."""
+    """Send one microbatch's activations (or their gradients) to stage ``peer``. Does not occupy the device."""
 
     stage: int
     microbatch: int
@@ -138,9 +139,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
-    """Receive the values that stage ``peer`` sends for one microbatch.
+    """Receive the activations (or gradients) that stage ``peer`` sends for one microbatch.
 
-    Ends when the bytes have arrived; does not block the device.
+    Ends when the bytes have arrived. Does not occupy the device.
     """
 
     stage: int
@@ -152,7 +153,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """Sum one bucket of gradients over the ranks of its group. Starts when the last member arrives."""
+    """Sum one bucket of gradients over the ranks of its group. Starts when the last rank of the group arrives."""
 
     stage: int
     bucket: int
@@ -161,7 +162,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceScatter:
-    """Sum one bucket of gradients; each rank of the group keeps its part. Starts when the last rank arrives.
+    """Sum one bucket of gradients; each rank of the group keeps its shard. Starts when the last rank arrives.
 
     ``num_bytes`` are those of the whole bucket.
     """
@@ -173,7 +174,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllGather:
-    """Gather the parts of one bucket from all ranks of the group on every rank. Starts when the last rank arrives.
+    """Gather the shards of one bucket from all ranks of the group on every rank. Starts when the last rank arrives.
 
     ``num_bytes`` are those of the whole bucket.
     """
@@ -188,9 +189,9 @@ Collective = AllReduce | ReduceScatter | AllGather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """Update the stage's parameters from their summed gradients and clear the gradients.
+    """Update the stage's parameters from their summed gradients, and clear the gradients.
 
-    Creates weight version ``version + 1``.
+    Creates weight version ``version + 1``. Occupies the device.
     """
 
     stage: int
@@ -199,7 +200,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stash:
-    """Copy the stage's weights of ``version`` before they are updated, for microbatches that still need them.
+    """Copy the stage's weights of version ``version`` before they are updated, for microbatches that still need them.
 
     Occupies the device.
     """
@@ -210,7 +211,7 @@ class Stash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """Free the copy of ``version``: the last microbatch that needs it has ended."""
+    """Free the copy of weight version ``version`` (`Stash`) after the last microbatch that needs it."""
 
     stage: int
     version: int
@@ -218,9 +219,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Add the other replicas' changes in a wave of minibatches (the sum less its own share) to the stage's weights.
+    """Add the other replicas' weight changes of a wave of minibatches (hetpipe) to the stage's weights.
 
-    Creates weight version ``version + 1``. Occupies the device.
+    These are the sum over all replicas minus the rank's own change. Creates weight version ``version + 1``. Occupies
+    the device.
     """
 
     stage: int
@@ -229,9 +231,9 @@ class Merge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """Send one bucket of gradients to the server that sums it; its group is (rank, server). Does not block the device.
+    """Send one bucket of gradients to the parameter server that sums it. The instruction's group is (rank, server).
 
-    A server needs no receive: its sum waits for the pushes.
+    A server has no receive instruction: its `Sum` waits for the pushes. Does not occupy the device.
     """
 
     stage: int
@@ -241,7 +243,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """On a server: add the parts of one bucket that the ranks of the group have pushed."""
+    """Add, on a parameter server, the gradients of one bucket that the ranks of the group have pushed."""
 
     stage: int
     bucket: int
@@ -250,7 +252,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """Send the sum of one bucket from its server to a rank; its group is (server, rank)."""
+    """Send the sum of one bucket from its parameter server to a rank. The instruction's group is (server, rank)."""
 
     stage: int
     bucket: int
@@ -259,7 +261,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Make the inputs of one microbatch, in parallel with the device."""
+    """Load the inputs of one microbatch on the host, in parallel with the device (`Loader`)."""
 
     stage: int
     microbatch: int
@@ -270,11 +272,12 @@ Instruction = Computation | Send | Receive | Exchange | Offloading | Load | Opti
 
 
 class InstructionSpec(NamedTuple):
-    """The properties of all instructions of one opcode.
+    """The properties that all instructions of one opcode share.
 
-    ``view`` is their class and, for messages, ``payload`` their content; ``stream`` is their stream. ``kind`` is the
-    kind of cost. ``name`` is the name of a span, ``label`` the name of all of them in legends. ``colour`` has the
-    colour in pictures and the one in the terminal, each empty if these do not show the instruction.
+    ``view`` is the dataclass of the instruction, ``payload`` the content of a send or receive. ``stream`` is the stream
+    in which it runs, ``kind`` its kind of cost. ``name`` is the pattern of a span's name in timelines, ``label`` the
+    name of such instructions in legends. ``colour`` is (colour in pictures, colour in the terminal); each is empty if
+    the instruction is not shown there.
     """
 
     view: type[Instruction]
@@ -347,7 +350,7 @@ INSTRUCTIONS: dict[Opcode, InstructionSpec] = {
 
 
 def of_kind(*kinds: CostKind) -> tuple[Opcode, ...]:
-    """All opcodes of some kinds of cost, in order."""
+    """Return the opcodes whose kind of cost is one of ``kinds``, in the order of `Opcode`."""
     return tuple(opcode for opcode in Opcode if INSTRUCTIONS[opcode].kind in kinds)
 
 
@@ -379,9 +382,9 @@ _OPCODES = {(row.view, row.payload): opcode for opcode, row in INSTRUCTIONS.item
 
 
 def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
-    """Return the columns of an instruction: opcode, stage, microbatch, version, peer, num_bytes.
+    """Return the columns of an instruction: (opcode, stage, microbatch, version, peer, num_bytes).
 
-    A missing field is -1.
+    ``peer`` holds the bucket, piece or layer of instructions that have one. A missing field is -1, missing bytes are 0.
     """
     opcode = _OPCODES[type(instruction), instruction.payload if isinstance(instruction, Send | Receive) else None]
     row = [int(opcode), -1, -1, -1, -1, 0]
@@ -391,7 +394,7 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
 
 
 def instruction_of(row: Sequence[int]) -> Instruction:
-    """Return the instruction with these columns."""
+    """Return the instruction whose columns are ``row``, as `instruction_row` returns them."""
     opcode = Opcode(row[0])
     view, payload = INSTRUCTIONS[opcode].view, INSTRUCTIONS[opcode].payload
     said: dict[str, Any] = {name: row[column] for name, column in _FIELDS[opcode]}
@@ -401,8 +404,9 @@ def instruction_of(row: Sequence[int]) -> Instruction:
 
 
 def instruction_name(opcode: int, stage: int, microbatch: int, peer: int) -> str:
-    """Return the span name of an instruction in every timeline and picture.
+    """Return the name of an instruction's span in timelines and pictures.
 
-    ``F0.3``, ``B1.0``, ``I1.0`` and ``W1.0`` (a backward in two parts), ``send 0→1.3``, ``all-reduce 0 #2``.
+    Examples: ``F0.3`` (forward of stage 0, microbatch 3), ``B1.0``, ``I1.0`` and ``W1.0`` (the two halves of a
+    backward), ``send 0→1.3``, ``all-reduce 0 #2`` (bucket 2 of stage 0).
     """
     return INSTRUCTIONS[Opcode(opcode)].name.format(stage=stage, microbatch=microbatch, peer=peer)

@@ -1,4 +1,4 @@
-"""Related models of a deployment: queries that call several models, trunks that several models share."""
+"""Related models of a deployment: queries that call several models (`Query`), layers that models share (`Trunk`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """A model that a query calls: ``fan_out`` requests for each request of the call ``after``.
+    """A model that a query calls. Each request of the call named ``after`` leads to ``fan_out`` requests of this call.
 
-    ``memory`` and ``load`` are as for a model.
+    ``fan_out`` is a mean and may be a fraction. The first call of a query has no ``after``. ``latency``, ``memory`` and
+    ``load`` are as in `ServedModel`.
     """
 
     name: str
@@ -36,9 +37,10 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """``rate`` queries per second for ``calls``, the first of which is the root of their tree, each within ``slo``.
+    """Queries that call several models; each has to be answered within ``slo`` of its arrival.
 
-    A call is listed after the call that it follows.
+    ``rate`` is in queries per second. ``calls`` form a tree: the first is the root, and every other call is listed
+    after the call that it follows.
     """
 
     name: str
@@ -56,18 +58,23 @@ class Query:
             if (call.after is None) != (not before) or (call.after is not None and call.after not in before):
                 raise ServingError(
                     f"{what}: call {call.name!r} comes after {call.after!r}; expected "
-                    f"{'one of ' + ', '.join(before) if before else 'none, as it is the first'}."
+                    f"{'one of the earlier calls ' + ', '.join(before) if before else 'no `after` in the first call'}."
                 )
             before.append(call.name)
             rates[call.name] = rates[call.after] * call.fan_out if call.after else self.rate
             _check(f"{what}, call {call.name!r}", rate=(0.0, rates[call.name], MOST_RATE))
         if self.calls[0].fan_out != 1.0:
-            raise ServingError(f"{what}: its first call has a fan_out, but each query calls it once. Leave it out.")
+            raise ServingError(
+                f"{what}: its first call has a fan_out, but each query calls it once. Leave fan_out out."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What a model computes from its trunk's output; ``latency``, ``memory`` and ``load`` are of its own layers."""
+    """The layers of one model that follow its trunk: ``latency``, ``memory`` and ``load`` are those of these layers.
+
+    ``rate`` is the number of requests per second for the model.
+    """
 
     name: str
     latency: Latency
@@ -82,9 +89,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trunk:
-    """Models with one SLO and equal first layers, which run once for a batch of all their requests.
+    """The first layers that several models share: they run once for a batch with requests of all these models.
 
-    ``latency``, ``memory`` and ``load`` are those of the shared layers.
+    ``heads`` are the remaining layers of each model. All models have the same ``slo``. ``latency``, ``memory`` and
+    ``load`` are those of the shared layers.
     """
 
     name: str

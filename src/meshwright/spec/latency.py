@@ -1,4 +1,4 @@
-"""The latency of batches of a served model by size: a line, or lines between measured sizes."""
+"""The latency of a served model by batch size: a line, or linear interpolation between measured batch sizes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Seconds of a batch of b: ``alpha`` b + ``beta``; no batch is larger than ``largest``.
+    """The time of a batch of b samples: ``alpha`` b + ``beta``. No batch is larger than ``largest``.
 
-    Instead of the two, ``points`` are measured sizes and their times, both ascending. Times between them are
-    interpolated; before the first point they are constant, after the last the last line continues.
+    Instead of ``alpha`` and ``beta``, ``points`` can give measured pairs (batch size, time), both ascending. Times
+    between points are interpolated linearly. Below the first point the time is constant; beyond the last point the last
+    line is extended.
     """
 
     alpha: Seconds = NO_TIME
@@ -38,15 +39,15 @@ class Latency:
             self._check_points()
         if self.of(1) < 1e-8:
             raise ServingError(
-                f"A batch of one takes {self.of(1):g} s; expected 10 ns or more. Check "
+                f"By its latency, a batch of one sample takes {self.of(1):g} s; expected 10 ns or more. Check "
                 f"{'the points' if self.points else 'alpha and beta'}."
             )
 
     @classmethod
     def through(cls, measured: Iterable[tuple[int, float]]) -> Latency:
-        """Return the latency of measured sizes; the last one is the largest batch.
+        """Return the latency through ``measured`` pairs (batch size, seconds); the largest size is ``largest``.
 
-        A larger batch that took less time is treated as noise: it gets the time of the smaller one.
+        If a larger batch took less time than a smaller one, it gets the time of the smaller one.
         """
         points: list[tuple[int, Seconds]] = []
         for size, seconds in sorted(measured):
@@ -54,7 +55,7 @@ class Latency:
         return cls(points=tuple(points), largest=points[-1][0])
 
     def of(self, batch: float) -> float:
-        """Return seconds of a batch."""
+        """Return the seconds that a batch of ``batch`` samples takes."""
         if not self.points:
             return self.alpha * batch + self.beta
         place = max(bisect_right(self.points, batch, key=lambda point: point[0]), 1)
@@ -76,7 +77,7 @@ class Latency:
         for (size, seconds), (next_size, next_seconds) in zip(self.points, self.points[1:], strict=False):
             if next_size <= size or next_seconds < seconds:
                 raise ServingError(
-                    f"Points of a latency: batches of {size} take {seconds:g} s, and then batches of {next_size} "
-                    f"{next_seconds:g} s; expected ascending sizes that never take less. Sort them, and give a size "
-                    "that takes less the time of the smaller one."
+                    f"The points of a latency give {seconds:g} s for batches of {size}, and next {next_seconds:g} s "
+                    f"for batches of {next_size}; expected ascending sizes whose times do not fall. Sort the points, "
+                    "and where a larger batch took less time, give it the time of the smaller one."
                 )

@@ -1,4 +1,4 @@
-"""Measurements (path and hash) and software with which a plan was made, so that it is estimated the same way later."""
+"""The measurements (path and hash) and software with which a plan was made, to estimate it the same way later."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from meshwright.spec.own_code import source_hash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeWith:
-    """The inputs of a plan's estimate when it was written.
+    """The inputs of a plan's cost estimate at the time when the plan was written.
 
-    ``measurements`` is the path of the table, relative to the plan's folder, or empty; ``measurements_hash`` is that
-    file's hash. ``software`` names versions: ``meshwright 0.1.0, torch 2.13.0``. ``predicted_for`` is the training
-    software that was estimated (``megatron@2022``), empty for this package's runtime.
+    ``measurements`` is the path of the measurement table, relative to the plan's folder; empty without a table.
+    ``measurements_hash`` is the hash of that file. ``software`` names versions: ``meshwright 0.1.0, torch 2.13.0``.
+    ``predicted_for`` is the training software whose speed was estimated (``megatron@2022``); empty for Meshwright's own
+    runtime.
     """
 
     # Keys of older files.
@@ -34,14 +35,17 @@ UNKNOWN = MadeWith()
 
 
 class Recalled(NamedTuple):
-    """The table with which a plan was made, if it exists, and a remark for the user."""
+    """The result of `recall`: path of the measurement table (None without one), and a remark for the user, or ""."""
 
     measurements: Path | None
     remark: str = ""
 
 
 def note_making(measurements: Path | None, plan_file: Path, predicted_for: str | None = None) -> MadeWith:
-    """Record the inputs of a plan that is about to be written."""
+    """Return the record for a plan that is about to be written to ``plan_file``.
+
+    ``measurements`` is the table of its costs. Raises DocumentError if the table cannot be read.
+    """
     software = own_software()
     if measurements is None:
         return MadeWith(software=software, predicted_for=predicted_for or "")
@@ -55,9 +59,11 @@ def note_making(measurements: Path | None, plan_file: Path, predicted_for: str |
 
 
 def recall(made_with: MadeWith, plan_file: Path, given: Path | None = None) -> Recalled:
-    """Return the measurements of a plan that was read from a file, or the ``given`` ones instead.
+    """Return the measurement table with which to estimate a plan that was read from ``plan_file``.
 
-    Raises DocumentError if they cannot be read.
+    It is the ``given`` one, else the one in the plan's record ``made_with``. The remark mentions which table is used,
+    whether it is missing or has changed, and other versions of the software. Raises DocumentError if a table cannot be
+    read.
     """
     found = _recall_table(made_with, plan_file) if given is None else _compare_given(made_with, given)
     here = own_software()
@@ -75,22 +81,24 @@ def _recall_table(made_with: MadeWith, plan_file: Path) -> Recalled:
     if not found.is_file():
         return Recalled(
             None,
-            f"The plan was made with {shown}, which is missing: costs are those of datasheets. Give the table by "
-            "--measurements.",
+            f"The plan was made with {shown}, which is missing: costs are estimated from datasheets. Give the table "
+            "by --measurements.",
         )
     if _hash_of(found) != made_with.measurements_hash:
-        return Recalled(found, f"{shown}, which the plan was made with, has changed since; costs are those of now.")
-    return Recalled(found, f"Estimated with {shown}, as the plan was made.")
+        return Recalled(
+            found, f"{shown}, with which the plan was made, has changed since; costs are those of the changed table."
+        )
+    return Recalled(found, f"Costs are those of {shown}, with which the plan was made.")
 
 
 def _compare_given(made_with: MadeWith, given: Path) -> Recalled:
     if not made_with.measurements or _hash_of(given) == made_with.measurements_hash:
         return Recalled(given)
-    return Recalled(given, f"The plan was made with another table than {given}.")
+    return Recalled(given, f"The plan was made with another measurement table than {given}.")
 
 
 def own_software() -> str:
-    """Return the installed versions of the packages that matter to a plan."""
+    """Return the installed versions of meshwright and torch: ``meshwright 0.1.0, torch 2.13.0``."""
     found = []
     for name in ("meshwright", "torch"):
         try:

@@ -1,8 +1,7 @@
-"""Measurements: the one table of measured times.
+"""Measurements: the table of measured times of one kind of device.
 
-`measurement` writes it, `cost` reads it; no other package stores seconds.
-
-An op is identified by its key: kind, shapes and dtypes of its inputs, and the attributes that change its work.
+`measurement` writes the table and `cost` reads it. An op is identified by its key (`op_key`): operator, shapes and
+dtypes of its inputs, and attributes.
 """
 
 from __future__ import annotations
@@ -40,11 +39,12 @@ TransferKind = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "al
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpMeasurement:
-    """Typical seconds of one op's forward and backward; ``spread`` is (p90 - p10) / median of the forward.
+    """Typical seconds of one op's forward and backward; ``spread`` is (p90 - p10) / median of the forward times.
 
-    ``backward_s`` is that of a first microbatch, whose gradients become the parameters' own; ``accumulate_s`` is the
-    additional time to add to existing gradients. ``forward_issue_s`` and ``backward_issue_s`` are the host's times to
-    issue them to a device that runs them later, inside a model; 0 if not measured.
+    ``key`` is the op's `op_key`. ``backward_s`` is the time in a first microbatch, whose gradients are stored as they
+    are; ``accumulate_s`` is the additional time to add to existing gradients in later microbatches. ``forward_issue_s``
+    and ``backward_issue_s`` are the seconds in which the host issues forward and backward to an asynchronous device,
+    inside a model; 0 if not measured. ``num_samples`` is the number of timed runs.
     """
 
     key: str
@@ -66,8 +66,8 @@ class OpMeasurement:
 class OptimizerMeasurement:
     """Seconds of one optimizer step over ``num_elements`` parameters in ``num_tensors`` tensors.
 
-    ``kind`` is `Optimizer.name`, for torch's loop over the tensors; ``adamw.fused`` and ``adamw.foreach`` are its
-    kernels over many tensors. ``issue_s``: the host's time to issue the step to a device; 0 if not measured.
+    ``kind`` is `Optimizer.name` for torch's loop over single tensors; ``adamw.fused`` and ``adamw.foreach`` are torch's
+    kernels over many tensors. ``issue_s``: seconds in which the host issues the step to a device; 0 if not measured.
     """
 
     kind: str
@@ -79,15 +79,16 @@ class OptimizerMeasurement:
 
     def __post_init__(self) -> None:
         if not (_are_times(self.seconds, self.issue_s) and _sound(self.num_elements, self.num_tensors)):
-            raise MeasurementError(f"Optimizer step {self!r} is impossible: {_EXPECTED}; measure again.")
+            raise MeasurementError(f"Optimizer step {self!r} is impossible: it has {_EXPECTED}; measure again.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferMeasurement:
-    """Median seconds to send ``num_bytes`` one way, or of a collective over them among ``num_ranks``.
+    """Median seconds of a send (in one direction), or of a collective among ``num_ranks`` ranks.
 
-    ``num_bytes`` are those of the full tensor: the output of an all-gather, the input of a reduce-scatter.
-    ``host_s``: seconds of processor time that each rank spends on the transfer (copies, sockets).
+    ``num_bytes`` is the size of the full tensor: the output of an all-gather, the input of a reduce-scatter.
+    ``spread`` is (p90 - p10) / median. ``host_s``: seconds of processor time that each rank spends on the transfer
+    (copies, sockets).
     """
 
     kind: TransferKind
@@ -101,15 +102,16 @@ class TransferMeasurement:
         sound = _are_times(self.seconds, self.host_s) and _sound(self.num_bytes, self.spread)
         if not sound or self.seconds == 0 or self.num_ranks < 2:
             raise MeasurementError(
-                f"Transfer {self!r} is impossible: fewer than two ranks, no seconds, or {_EXPECTED}; measure again."
+                f"Transfer {self!r} is impossible: it has fewer than two ranks, 0 s, or {_EXPECTED}; measure again."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMeasurement:
-    """Seconds of a whole model's inference on a batch: the median, and the 90th and 99th percentiles.
+    """Seconds of a whole model's inference on one batch: the median, and the 90th and 99th percentiles.
 
-    ``model`` is a name in the form of `meshwright.spec.name_model`; ``num_samples`` is 0 if unknown.
+    ``model`` is a name in the form of `meshwright.spec.name_model`. ``num_samples`` is the number of timed batches, or
+    0 if it is unknown.
     """
 
     model: str
@@ -130,11 +132,11 @@ class BatchMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """The measurements of one kind of device, and their conditions.
+    """The measurements of one kind of device, and the conditions under which they were taken.
 
-    ``device`` is the name of the device kind. ``overhead_s``: seconds of the host that the runtime spends per
-    instruction. ``batches``: inference of whole models. ``host_call_s``: seconds that this host takes to issue an
-    addition of two small tensors in a loop, as for a node in a cluster file; 0 if not measured.
+    ``device`` is the name of the device kind. ``overhead_s``: seconds of host time that the runtime spends per
+    instruction. ``batches``: inference of whole models. ``host_call_s``: seconds in which the host issues an addition
+    of two small tensors in a loop (`Node.host_call_s`); 0 if not measured.
     """
 
     device: str
@@ -153,7 +155,7 @@ class Measurements:
     def __post_init__(self) -> None:
         if not _are_times(self.overhead_s, self.host_call_s):
             raise MeasurementError(
-                f"A host's overhead of {self.overhead_s} s and call of {self.host_call_s} s are impossible: "
+                f"overhead_s = {self.overhead_s} and host_call_s = {self.host_call_s} are impossible: one is "
                 f"{_EXPECTED}; measure again."
             )
 
@@ -167,7 +169,10 @@ def _sound(*figures: float) -> bool:
 
 
 class MoveKey(NamedTuple):
-    """Costs besides the ops of a graph: a conversion of ``elements``, or adding them to existing values."""
+    """The key of work that is not an op of a graph, on ``elements`` elements.
+
+    It converts them from dtype ``read`` to dtype ``written``, or adds them to existing values of that dtype (``adds``).
+    """
 
     elements: int
     read: str
@@ -175,14 +180,14 @@ class MoveKey(NamedTuple):
     adds: bool
 
     def write(self) -> str:
-        """Return the key of its row, with all elements in one dim."""
+        """Return the text of the key in the form of `op_key`, with all elements in one dim."""
         if self.adds:
             return f"aten.add_.Tensor({self.elements}:{self.read},{self.elements}:{self.read}|00)"
         return f"aten._to_copy.default({self.elements}:{self.read};dtype=torch.{self.written}|0)"
 
 
 def read_move_key(key: str) -> MoveKey | None:
-    """Parse a key written by `MoveKey.write`; None for the key of an op."""
+    """Parse a text written by `MoveKey.write`. Returns None for the key of an op of a graph."""
     if converted := _CONVERTED.fullmatch(key):
         return MoveKey(int(converted[1]), converted[2], converted[3], adds=False)
     if added := _ADDED.fullmatch(key):
@@ -193,7 +198,8 @@ def read_move_key(key: str) -> MoveKey | None:
 def op_key(graph: Graph, op: Op, batch_size: int) -> str:
     """Return the key of an op for a batch size: ``aten.linear.default(4x128x768:float32,...;attribute=value)``.
 
-    Sizes among the attributes are for the batch, too: ``size=[2, 4, 64]`` if the graph has ``[2, b, 64]``.
+    At its end, left out above, ``|10`` says for each input whether it requires a gradient. Sizes among the
+    attributes are those for the batch, too: ``size=[2, 4, 64]`` if the graph has ``[2, b, 64]`` and the batch is 4.
     """
     tensors = (graph.tensors[i] for i in op.inputs)
     shapes = ",".join(f"{'x'.join(str(extent.at(batch_size)) for extent in t.shape)}:{t.dtype}" for t in tensors)

@@ -1,6 +1,6 @@
-"""The parts of memory that are counted, and the groups in which they are shown.
+"""The parts of device memory that are counted (`MEMORY_PARTS`), and the groups that reports show (`MEMORY_GROUPS`).
 
-A part belongs to one group, so groups add up to the whole:
+Each part belongs to one group, so the groups add up to the whole:
 
     parameters                          and the copies of older versions that a schedule keeps
     gradients, optimizer                one part each
@@ -43,10 +43,13 @@ MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def name_part(part: str) -> str:
-    """Return a part of memory as it is named in a sentence."""
+    """Return the words for a part of memory in a sentence: ``received tensors`` for ``received``."""
     return f"{part} tensors" if part in ("received", "sent") else part
 
 
 def group_parts(parts: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes of each group, in the order of `MEMORY_GROUPS`; parts outside all groups are left out."""
+    """Return the bytes of each group, in the order of `MEMORY_GROUPS`, from the bytes of each part.
+
+    Parts outside all groups are left out.
+    """
     return {group: sum(parts.get(part, 0) for part in names) for group, names in MEMORY_GROUPS.items()}

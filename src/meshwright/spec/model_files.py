@@ -1,8 +1,8 @@
-"""Model references that are data (`read_model_file`): a stored graph, a Hugging Face configuration, an id of its Hub.
+"""Model references without code (`read_model_file`): stored graphs, Hugging Face configurations, ids of its Hub.
 
-Both files are called ``something.json``, so the content decides: a stored graph has ``schema``, a configuration has
-``model_type``. A folder stands for its ``config.json``, an id of the Hugging Face Hub for the one there
-(`find_config`). Nothing in a file is executed.
+Graphs and configurations are both ``.json`` files, so the content decides: a stored graph has the key ``schema``, a
+configuration has ``model_type``. A folder means its ``config.json``, an id of the Hugging Face Hub the ``config.json``
+of that repository (`find_config`). Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BY_HAND = "Give the file itself: save {url} and plan with that, or set HF_HOME 
 
 
 def is_hub_id(reference: str) -> bool:
-    """Return whether a reference has the form of an id of the Hub, and does not name a file or folder here."""
+    """Return whether a reference has the form of an id of the Hub (``owner/name``) and is not an existing path."""
     return (
         _ID.fullmatch(reference) is not None
         and not reference.endswith(_FILES)
@@ -44,7 +44,10 @@ def is_hub_id(reference: str) -> bool:
 # else from the network. Weights, tokenizers and code are never downloaded; the file is read as data, with limits on its
 # size.
 def find_config(model_id: str) -> Path:
-    """Return the file ``config.json`` of a model of the Hub. Raises ModelReferenceError if it is not available."""
+    """Return the path of ``config.json`` of a model of the Hub, from the local cache or downloaded.
+
+    Raises ModelReferenceError if it is not available.
+    """
     try:
         from huggingface_hub import (  # noqa: PLC0415  (an extra)
             constants,
@@ -75,7 +78,7 @@ def find_config(model_id: str) -> Path:
         size = get_hf_file_metadata(url, timeout=TIMEOUT_S).size or 0
         if size > MAX_CONFIG_BYTES:
             raise ModelReferenceError(
-                f"{url} has {size} bytes; configurations are limited to {MAX_CONFIG_BYTES}. Check the name."
+                f"{url} has {size} bytes; configurations are limited to {MAX_CONFIG_BYTES}. Check the model's id."
             )
         return Path(hf_hub_download(model_id, CONFIG_NAME))
     except GatedRepoError:
@@ -107,10 +110,10 @@ _GRAPH_MARK, _HEAD_BYTES = b'"meshwright/graph/', 256
 
 
 def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
-    """Return the graph or configuration of a reference; None if it is not such a file, folder or id of the Hub.
+    """Return the stored graph or the configuration (a dict) that a reference names.
 
-    Raises DocumentError for a file that is neither or that is damaged, ModelReferenceError for a folder without a
-    configuration.
+    Returns None if the reference is neither a ``.json`` file, nor a folder, nor an id of the Hub. Raises DocumentError
+    for a file that is damaged or neither of the two, ModelReferenceError for a folder or an id without a configuration.
     """
     path = Path(reference).expanduser()
     if is_hub_id(reference):
@@ -122,7 +125,7 @@ def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
         if not path.exists():
             raise ModelReferenceError(
                 f"The folder {reference!r} holds no {CONFIG_NAME}; expected the folder of a Hugging Face model. Give a "
-                "folder with that file, or another kind of reference."
+                "folder with that file, a .toml or .json file, or path/to/file.py:function."
             )
     _refuse_large_config(path)
     data = read_data(path)
@@ -137,7 +140,7 @@ def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
 
 
 def is_stored_graph(reference: str) -> bool:
-    """Return whether a model reference is a stored graph, by the first bytes of its file."""
+    """Return whether a model reference names a stored graph; only the first bytes of the file are read."""
     if reference.endswith(".json"):
         with suppress(DocumentError):
             return _begins_as_graph(Path(reference).expanduser())
@@ -157,13 +160,13 @@ def _refuse_large_config(path: Path) -> None:
         return  # reading it reports the error
     if not _begins_as_graph(path):
         raise DocumentError(
-            f"{path}: more than {MAX_CONFIG_BYTES} bytes, the limit of configurations, and it does not start "
-            "like a stored graph. Check which file was meant."
+            f"{path}: it has more than {MAX_CONFIG_BYTES} bytes, the limit of configurations, and does not start like "
+            "a stored graph. Check which file was meant."
         )
 
 
 def check_model_is_here(reference: str) -> None:
-    """Raise ModelReferenceError if the plan's model is a file that does not exist relative to this folder."""
+    """Raise ModelReferenceError if a plan's model is a file that does not exist, seen from the working directory."""
     own = split_reference(reference)
     path = own[0] if own is not None else Path(reference).expanduser()
     if path.suffix in (".py", ".json") and not path.exists():

@@ -1,14 +1,17 @@
-"""Offload: what a plan's ranks keep in host memory or on its drives (`Nvme`) instead of device memory.
+"""Offload: what a plan keeps in host memory, or on NVMe drives of the host (`Nvme`), instead of device memory.
 
-    optimizer   states and, in mixed precision, the master weights. Gradients go down, the host makes the step, and new
-                parameters come up (Ren et al., ZeRO-Offload, ATC 2021); on drives states are read and written in
-                parallel, piece by piece (Rajbhandari et al., ZeRO-Infinity, SC 2021)
-    parameters  those that replicas shard (zero 3), with their gradients: a unit's parameters come up for every pass,
-                its gradients go down after its backward (torch's FSDP2 with a CPUOffloadPolicy; ZeRO-Infinity)
-    activations what layers save for their backward: it goes down after the layer's forward, and comes up during the
-                backward of the next layer (Rhu et al., vDNN, MICRO 2016; torchtune's OffloadActivations)
+    optimizer   optimizer states and, in mixed precision, master weights. Gradients are copied to the host, the host
+                makes the optimizer step, and new parameters are copied to the device (Ren et al., ZeRO-Offload, ATC
+                2021). States on drives are read and written piece by piece, in parallel with the steps (Rajbhandari et
+                al., ZeRO-Infinity, SC 2021)
+    parameters  sharded parameters (zero 3) and their gradients. A layer's parameters are copied to the device for every
+                pass, its gradients to the host after its backward (torch's FSDP2 with a CPUOffloadPolicy;
+                ZeRO-Infinity)
+    activations the tensors that a layer saves for its backward. They are copied to the host after the layer's forward,
+                and back during the backward of the next layer (Rhu et al., vDNN, MICRO 2016; torchtune's
+                OffloadActivations)
 
-`program.host_offload` defines what it means for a step, and what the host and its drives hold.
+`program.host_offload` makes the instructions of an offloaded step, and counts the bytes on hosts and drives.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nvme:
-    """The drives of a node, taken together, for states that fit neither the devices nor the host."""
+    """All NVMe drives of a node together: capacity, and bandwidth of reads and of writes."""
 
     capacity_bytes: int
     read_bytes_per_s: float
@@ -48,7 +51,10 @@ _WORDS = {"host": "on the host", "nvme": "on NVMe"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Places of the optimizer's states between steps, parameters between passes, and activations until the backward."""
+    """Where a plan keeps optimizer states between steps, parameters between passes, and saved activations.
+
+    Each is on the "device" or in host memory ("host"); optimizer states may also be on drives ("nvme").
+    """
 
     optimizer: Place = "device"
     parameters: Literal["device", "host"] = "device"
@@ -67,12 +73,12 @@ class Offload:
                 )
         if self.parameters == "host" and self.optimizer == "device":
             raise PlanError(
-                "Parameters were placed on the host, but the optimizer that updates them on the device; expected "
-                "both off the device. Add optimizer=host, or optimizer=nvme."
+                "Parameters were placed on the host, but the states of the optimizer that updates them on the device; "
+                "expected both to be offloaded. Add optimizer=host, or optimizer=nvme."
             )
 
     def describe(self) -> str:
-        """Return words for people: ``optimizer states on the host``; empty if all is on the devices."""
+        """Return words for people: ``optimizer states on the host``; empty if nothing is offloaded."""
         places: dict[str, list[str]] = {}
         for what, where in (
             ("parameters", self.parameters),
@@ -93,9 +99,9 @@ def _listed(words: list[str]) -> str:
 
 
 def read_offload(choices: Sequence[str]) -> Offload:
-    """Parse ``optimizer=host``, one choice or several separated by commas in each text; ``none``: all on the devices.
+    """Parse texts such as ``optimizer=host`` or ``optimizer=nvme,activations=host``; ``none`` means no offload.
 
-    Raises PlanError for any other text.
+    Raises PlanError for any other text, and for contradicting choices.
     """
     known = tuple(field.name for field in fields(Offload))
     given: dict[str, str] = {}
@@ -106,8 +112,8 @@ def read_offload(choices: Sequence[str]) -> Offload:
         if not equals or what not in known:
             raise PlanError(
                 f"{choice.strip()!r} was given as what to offload"
-                f"{'' if what in known else suggest(what, known)}; expected "
-                f"WHAT=WHERE with {', '.join(known[:-1])} or {known[-1]}, and host or nvme: optimizer=host."
+                f"{'' if what in known else suggest(what, known)}; expected WHAT=WHERE, where WHAT is "
+                f"{', '.join(known[:-1])} or {known[-1]}, and WHERE is host or nvme: for example optimizer=host."
             )
         if given.get(what, where) != where:
             raise PlanError(f"{what} was placed on {given[what]} and on {where}. Choose one of them.")
@@ -116,14 +122,17 @@ def read_offload(choices: Sequence[str]) -> Offload:
 
 
 def check_offload(offload: Offload, cluster: Cluster, num_ranks: int) -> None:
-    """Raise ClusterError unless the nodes of the first ranks describe what the offload needs."""
+    """Raise ClusterError if a node of the first ``num_ranks`` devices lacks figures that an offloaded optimizer needs.
+
+    These are the host's memory bandwidth and, for optimizer states on NVMe, the drives.
+    """
     if offload.optimizer == "device":
         return
     for node in dict.fromkeys(cluster.nodes[cluster.node_index(rank)] for rank in range(num_ranks)):
         if not node.host_memory_bandwidth_bytes_per_s:
             raise ClusterError(
-                f"The optimizer is to step on the host, but node {node.name!r} of cluster {cluster.name!r} does not "
-                "give its memory bandwidth; expected the sum over its channels. Write "
+                f"Optimizer steps are to run on the host, but node {node.name!r} of cluster {cluster.name!r} does not "
+                "give the host's memory bandwidth; expected the sum over its channels. Write "
                 "host_memory_bandwidth_bytes_per_s = 400e9, or its own value, into the [[nodes]] of a cluster file."
             )
         if offload.optimizer == "nvme" and node.nvme is None:
@@ -136,7 +145,7 @@ def check_offload(offload: Offload, cluster: Cluster, num_ranks: int) -> None:
 
 
 def check_offloaded_plan(plan: Plan) -> None:
-    """Raise PlanError if the plan's offload is incompatible with the rest of it."""
+    """Raise PlanError if the plan's offload is incompatible with its other choices."""
     if plan.offload == ON_DEVICE:
         return
     exchange, kept = plan.exchange, plan.offload.describe()
@@ -151,18 +160,18 @@ def check_offloaded_plan(plan: Plan) -> None:
     chosen = next((name for name, is_chosen in ways.items() if is_chosen), None)
     if chosen:
         raise PlanError(
-            f"The plan keeps {kept}, and has {chosen}; expected one optimizer step after the sums of a step. "
-            "Leave one of them out."
+            f"The plan keeps {kept}, and has {chosen}; offload needs one optimizer step after all gradients of a step "
+            "are summed. Leave one of the two out."
         )
     if plan.offload.parameters == "host" and exchange.zero < 3:
         raise PlanError(
-            f"The plan keeps parameters on the host with zero = {exchange.zero}; expected zero 3, which gathers them "
-            "for every pass. Choose zero 3, or leave parameters on the devices."
+            f"The plan keeps parameters on the host with zero = {exchange.zero}; expected zero = 3, which gathers "
+            "parameters for every pass. Choose zero = 3, or keep parameters on the devices."
         )
     if plan.workload.kind != "training":
         raise PlanError(f"The plan is for inference, but keeps {kept}. Leave `offload` out.")
     if plan.offload.activations == "host" and plan.compiled:
         raise PlanError(
             f"The plan keeps {kept}, and compiles layers, for which torch's compiler chooses what is saved; expected "
-            "layers that run eagerly. Leave one of them out."
+            "layers that run eagerly. Leave out offload of activations, or compilation."
         )

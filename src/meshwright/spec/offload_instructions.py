@@ -1,8 +1,8 @@
-"""Instructions of a rank in parallel with its device, for offloaded states and activations.
+"""Instructions for offloaded optimizer states and activations; they run in parallel with the device.
 
-Optimizer states: instructions on pieces of a stage. A piece is some parameters of a stage, in the order in which a
-backward makes their gradients. Its ``num_bytes`` are those of its gradients, in the device's precision, except for
-reads and writes of drives. Activations: copies of what one layer saves of a microbatch for its backward.
+Offloaded optimizer states are handled in pieces. A piece is some parameters of a stage, in the order in which a
+backward makes their gradients. ``num_bytes`` is the size of the piece's gradients in the device's precision, or of its
+states for reads and writes of drives. Offloaded activations are copied layer by layer for each microbatch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyDown:
-    """Copy the gradients of one piece of the stage's parameters from the device to its host."""
+    """Copy the gradients of one piece of the stage's parameters from the device to the host."""
 
     stage: int
     piece: int
@@ -21,7 +21,7 @@ class CopyDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStep:
-    """On the host: update one piece of the stage's parameters from its gradients, of ``num_bytes``."""
+    """Make the optimizer step of one piece on the host, from its gradients of ``num_bytes``."""
 
     stage: int
     piece: int
@@ -30,7 +30,7 @@ class HostStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyUp:
-    """Copy the new parameters of one piece from the host to the device."""
+    """Copy the updated parameters of one piece from the host to the device."""
 
     stage: int
     piece: int
@@ -39,7 +39,7 @@ class CopyUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadStates:
-    """Read the optimizer's states of one piece from the drives of the host."""
+    """Read the optimizer states of one piece from the drives of the host."""
 
     stage: int
     piece: int
@@ -48,7 +48,7 @@ class ReadStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteStates:
-    """Write the new states of one piece back to the drives."""
+    """Write the updated optimizer states of one piece back to the drives of the host."""
 
     stage: int
     piece: int
@@ -57,7 +57,7 @@ class WriteStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedDown:
-    """Copy what ``layer`` of the graph saves of one microbatch for its backward from the device to its host."""
+    """Copy the tensors that ``layer`` saves for the backward of one microbatch from the device to the host."""
 
     stage: int
     microbatch: int
@@ -67,9 +67,9 @@ class SavedDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedUp:
-    """Copy the saved values of ``layer`` for one microbatch back to the device during the next layer's backward.
+    """Copy the saved tensors of ``layer`` for one microbatch back to the device, during the next layer's backward.
 
-    The backward of the stage waits for it before that layer.
+    The stage's backward waits for this copy before it reaches ``layer``.
     """
 
     stage: int

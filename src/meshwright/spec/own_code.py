@@ -1,9 +1,9 @@
 """Functions in a user's own files: how ``path/to/file.py:function`` is found, run and read (`load_function`).
 
-A file's folder is importable while it is loaded and called (`Folder`). Any exception becomes one paragraph with its own
-message and line. The caller says what the function should return and which error class reports a fault. Paths are those
-of the shell: relative to the working directory, with ``~`` for the home folder. `own_loss` is the loss of a user's
-model.
+While a file is loaded or its function called, the modules of its folder can be imported (`Folder`). Any exception in it
+becomes an error whose message is one paragraph with the exception's message and line. The caller chooses the class of
+errors, and describes what the function should return. Paths are as in a shell: relative to the working directory, with
+``~`` for the home folder. `own_loss` finds the loss in a model's output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 # Files that are loaded in one block of `afresh` share modules; outside of such a block, the modules of a folder are
 # kept until one of their files has changed.
 class Folder:
-    """Modules that were imported from a folder, by name."""
+    """A folder of a user's files, with the modules that were imported from it.
+
+    ``sources`` has the content of each imported file, by path.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = str(path.resolve())
@@ -70,7 +73,10 @@ class Folder:
                 self._take_out()
 
     def find(self, name: str, within: Sequence[str] | None) -> ModuleSpec | None:
-        """Return the spec of a module, if it is in the folder, or in a package of the folder."""
+        """Return the import spec of module ``name`` if it is in the folder or in a package of the folder, else None.
+
+        ``within`` is the search path of the package that contains the module; None for a top-level module.
+        """
         if name in self._modules:
             known = self._modules[name]
             return ModuleSpec(
@@ -94,18 +100,18 @@ class Folder:
         return None
 
     def is_as_loaded(self) -> bool:
-        """Return whether all files still hold what was imported."""
+        """Return whether all imported files are unchanged since they were imported."""
         try:
             return all(Path(path).read_bytes() == content for path, content in self.sources.items())
         except OSError:
             return False
 
     def keep(self, module: ModuleType) -> None:
-        """Record a module of the folder whose loading starts."""
+        """Record a module of the folder when its loading starts."""
         self._modules[module.__name__] = module
 
     def drop(self, module: ModuleType) -> None:
-        """Remove a module that could not be loaded."""
+        """Remove the record of a module that could not be loaded."""
         self._modules.pop(module.__name__, None)
 
     def _loader(self, name: str, path: str) -> _Source:
@@ -125,14 +131,14 @@ class _Source(SourceFileLoader):
         self._folder = folder
 
     def get_code(self, _fullname: str) -> CodeType:
-        """Compile the source."""
+        """Return the compiled source."""
         content = self.get_data(self.path)
         self._folder.sources[self.path] = content
         linecache.checkcache(self.path)
         return compile(content, self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run it."""
+        """Run the module, and record it in the folder."""
         self._folder.keep(module)
         try:
             super().exec_module(module)
@@ -204,7 +210,10 @@ def _stack() -> list[Folder]:
 
 @contextmanager
 def afresh() -> Iterator[None]:
-    """Let all files that this thread loads in the block share their modules, but none that were loaded before."""
+    """While the block runs, load user files with newly imported helper modules.
+
+    All files that this thread loads in the block share these modules; modules imported before the block are not used.
+    """
     _stack()
     before = _OF_THREAD.fresh
     _OF_THREAD.fresh = set()
@@ -215,9 +224,10 @@ def afresh() -> Iterator[None]:
 
 
 def folder_at(place: Path, *, is_loaded: bool = False) -> Folder:
-    """Return a folder, with the modules that were last imported for its files.
+    """Return the `Folder` of a path, with the modules that were last imported for its files.
 
-    If one of its files ``is_loaded`` now, it is new in each block of `afresh`, and elsewhere if a module has changed.
+    ``is_loaded``: one of its files is about to be loaded. Then the folder starts without modules, in every block of
+    `afresh` once, and outside of such blocks if one of its imported files has changed.
     """
     place = place.resolve()
     _stack()
@@ -238,18 +248,24 @@ MAX_SOURCE_BYTES = 16 * 2**20
 
 
 def split_reference(reference: str) -> tuple[Path, str] | None:
-    """Return ``path/to/file.py:function`` as path and name; None if it has another form."""
+    """Split ``path/to/file.py:function`` into (path, name); return None if the reference has another form."""
     path, separator, name = reference.rpartition(":")
     return (Path(path).expanduser(), name) if separator and path.endswith(".py") else None
 
 
 def order_file(reference: str) -> Path | None:
-    """Return ``path/to/orders.csv``, a file of the order of every rank, as a path; None if it has another form."""
+    """Return the path of ``path/to/orders.csv``, a file with the order of computations of every rank.
+
+    Returns None if the reference has another form.
+    """
     return Path(reference).expanduser() if reference.endswith(".csv") else None
 
 
 def read_source(path: Path, expected: str, error: type[MeshwrightError]) -> bytes:
-    """Return the content of a Python file; raises ``error``, which says what is wrong and what was ``expected``."""
+    """Return the content of a Python file. Raises ``error`` if it cannot be read.
+
+    ``expected`` describes the function to give, for messages: "returns ...".
+    """
     if not path.exists() or path.is_dir():
         nearby = sorted(item.name for item in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise error(
@@ -258,7 +274,7 @@ def read_source(path: Path, expected: str, error: type[MeshwrightError]) -> byte
         )
     content = read_regular(path, MAX_SOURCE_BYTES + 1, error)
     if len(content) > MAX_SOURCE_BYTES:
-        raise error(f"{path}: more than {MAX_SOURCE_BYTES} bytes, so not a Python file. Check which one was meant.")
+        raise error(f"{path}: more than {MAX_SOURCE_BYTES} bytes, the limit of Python files. Check the path.")
     return content
 
 
@@ -270,10 +286,10 @@ def source_hash(content: bytes) -> str:
 def load_function(
     path: Path, name: str, *, expected: str, error: type[MeshwrightError], content: bytes | None = None
 ) -> Callable[..., Any]:
-    """Return the callable ``name`` of the Python file at ``path``, which is run.
+    """Run the Python file at ``path`` and return its callable ``name``.
 
-    ``expected`` says what the function does ("returns ..."), for messages. ``content``: the file's content, if already
-    read. Raises ``error``.
+    ``expected`` describes the function for messages: "returns ...". ``content``: the file's content, if it was read
+    already. Raises ``error`` if the file fails or has no such callable.
     """
     content = read_source(path, expected, error) if content is None else content
     module = _run_file(path, content, error)
@@ -295,9 +311,10 @@ def importable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def reported(path: Path, what: str, error: type[MeshwrightError], *, otherwise: str = "") -> Iterator[None]:
-    """Turn exceptions of a user's code into ``error`` with their own message and line.
+    """Turn exceptions of a user's code into ``error``, with the exception's message and line.
 
-    ``otherwise``: the place to name if no line of the file is in the traceback.
+    ``path`` is the user's file; messages begin with ``what`` ("Loading mine.py raised"). ``otherwise`` is named instead
+    of a line if no line of the file is in the traceback.
     """
     try:
         yield
@@ -310,7 +327,10 @@ def reported(path: Path, what: str, error: type[MeshwrightError], *, otherwise: 
 
 
 def own_line(problem: BaseException, path: Path, otherwise: str = "") -> str:
-    """Return the place in the user's file, with the source line; the place nearest to the cause, or ``otherwise``."""
+    """Return file, line number and text of the innermost line of the user's file in a traceback.
+
+    For a syntax error it is the line of that error. Without a line of the file, return ``otherwise`` or the path.
+    """
     if isinstance(problem, SyntaxError) and problem.filename:
         return f"{problem.filename}:{problem.lineno}: {(problem.text or '').strip()}"
     frames = traceback.extract_tb(problem.__traceback__)
@@ -321,7 +341,7 @@ def own_line(problem: BaseException, path: Path, otherwise: str = "") -> str:
 
 
 def first_line(function: Callable[..., Any], path: Path) -> str:
-    """Return the first line of a function in the user's file, with source; the file alone if it is from elsewhere."""
+    """Return file, number and text of a function's first line; the file alone if the function is from another file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or Path(code.co_filename).resolve() != path.resolve():
         return str(path)
@@ -329,14 +349,14 @@ def first_line(function: Callable[..., Any], path: Path) -> str:
 
 
 def source_line(path: Path, line: int) -> str:
-    """Return place and text of a line: ``path/to/file.py:12: yield Forward(...)``."""
+    """Return file, number and text of a line: ``path/to/file.py:12: yield Forward(...)``."""
     return f"{path}:{line}: {linecache.getline(str(path.resolve()), line).strip()}"
 
 
 def own_loss(output: Any) -> Any:
-    """Return the loss that a model computes: its output named ``loss``, or its whole output.
+    """Return the loss that a model computes: the scalar ``loss`` in its output, or else its whole output.
 
-    Models of transformers return it so for a batch with labels.
+    Hugging Face models return an output with ``loss`` for a batch with labels.
     """
     found: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     is_tensor = callable(getattr(found, "is_floating_point", None))

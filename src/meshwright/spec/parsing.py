@@ -1,7 +1,7 @@
-"""Parse JSON and TOML from untrusted sources, within limits that are checked before anything is parsed.
+"""Parse JSON and TOML files from untrusted sources, within limits that are checked before anything is parsed.
 
-The suffix of the path decides the format. Repeated keys, numbers that JSON does not define, truncated files and texts
-that would exhaust memory are refused, with the path and what to do. Nothing is executed.
+The suffix of the path decides the format. Repeated keys, numbers that JSON does not define (NaN, Infinity), truncated
+files and texts that would exhaust memory are refused with a DocumentError. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ TOML_TAIL = "# end\n"
 
 
 def read_data(path: Path | str) -> Any:
-    """Parse a JSON or TOML file (by suffix) into plain data; nothing is executed."""
+    """Parse a JSON or TOML file (by suffix) into plain data. Raises DocumentError if it cannot be read or parsed."""
     path = Path(path)
     return parse_data(read_regular(path, MAX_DOCUMENT_BYTES + 1), path)
 
 
 def parse_data(content: bytes, path: Path) -> Any:
-    """Parse the content of a JSON or TOML file (by the suffix of ``path``, which messages name) to plain data."""
+    """Parse the content of a JSON or TOML file into plain data; the suffix of ``path`` decides which.
+
+    Raises DocumentError, which names ``path``, if the content is not valid or exceeds the limits.
+    """
     most = min(MAX_TOML_BYTES, MAX_DOCUMENT_BYTES) if path.suffix == ".toml" else MAX_DOCUMENT_BYTES
     if len(content) > most:
         raise DocumentError(f"{path}: more than {most} bytes, the limit of such documents. Check which file was meant.")
@@ -73,8 +76,8 @@ def _refuse_costly(text: str, path: Path) -> None:
     if path.suffix == ".toml":
         if (found := text.count("[") + text.count(".")) > MAX_TOML_PARTS:
             raise DocumentError(
-                f"{path}: {found:,} brackets and dots, and TOML is limited to {MAX_TOML_PARTS:,}. Check which file was "
-                "meant."
+                f"{path}: it has {found:,} brackets and dots, but TOML files are limited to {MAX_TOML_PARTS:,}. Check "
+                "which file was meant."
             )
         if any(line.count(".") > MAX_TOML_LINE_DOTS for line in text.split("\n")):
             raise DocumentError(
@@ -84,7 +87,7 @@ def _refuse_costly(text: str, path: Path) -> None:
     cost = 2 * sys.getsizeof(text) + sum(text.count(mark) * size for mark, size in _PARSED_BYTES.items())
     if cost > MAX_PARSED_BYTES:
         raise DocumentError(
-            f"{path}: may take {format_bytes(cost)} of memory, and documents are limited to "
+            f"{path}: parsing it may take {format_bytes(cost)} of memory, but documents are limited to "
             f"{format_bytes(MAX_PARSED_BYTES)}. Check which file was meant."
         )
 

@@ -1,16 +1,16 @@
-"""Placement: every op of a graph on a rank, as a small JSON document like a plan; its stages (`slice_stages`).
+"""Placement: the rank of every op of a graph, as a JSON document like a plan; its stages (`slice_stages`).
 
 A placement is a list of **stages**. A stage is a set of ops that one rank computes without communication in between:
-the values that it reads from other ranks arrive before it starts, and the values that it sends leave when it ends. The
-stages are in an order in which each reads only results of earlier ones, so running the stages of each rank in that
-order cannot deadlock. Unlike those of a `Plan` they are any sets of ops, a rank has any number of them, and they form a
+the values that it reads from other ranks arrive before it starts, and the values that it sends leave when it ends. Each
+stage reads only results of earlier stages in the list, so ranks that run their stages in this order cannot deadlock.
+Unlike the stages of a `Plan`, these are arbitrary sets of ops, a rank may have any number of them, and they form a
 directed acyclic graph: branches of a model run in parallel.
 
-Ops that are `replicable` belong to no stage: every rank that needs them computes them. Gradients of a parameter that
-ops on several ranks read are summed over these.
+Ops that are `replicable` belong to no stage: every rank that needs their results computes them. If ops on several ranks
+read a parameter, its gradients are summed over these ranks.
 
-With ``degrees``, the graph is that of the model in parts: `planner.methods.flexflow` divides the model's ops into
-layers, and each layer is split along each of its dims into these numbers of parts, which are ops of their own.
+A placement with ``degrees`` is for a graph whose layers are split. `planner.methods.flexflow` divides the model's ops
+into layers and splits each layer along each of its dims into the given number of parts; each part is an op.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _SHOWN_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedStage:
-    """Ops (ids, ascending) that ``rank`` computes without a break, in the graph's order."""
+    """A stage of a placement: the ops (ids, ascending) that ``rank`` computes without communication in between."""
 
     rank: int
     ops: tuple[int, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank alone: placed ops have no replicas."""
+        """The stage's rank as a tuple: placed stages have no replicas."""
         return (self.rank,)
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The one replica, for every microbatch."""
+        """The replica of each microbatch in turn (as in `StagePlan`): always replica 0."""
         return (0,)
 
     def rank_of(self, microbatch: int) -> int:  # noqa: ARG002 - the same rank for all
-        """Return the rank that computes a microbatch."""
+        """Return the rank that computes a microbatch: the stage's rank for all of them."""
         return self.rank
 
 
@@ -66,10 +66,10 @@ class PlacedStage:
 class Placement:
     """The ops of one graph on the devices of one cluster, for one workload; rank r is device r.
 
-    ``stages`` are in an order in which each reads only results of earlier ones. ``degrees`` has a row for each layer of
-    the model, or is empty if its ops are whole; the graph in parts holds for one microbatch size. ``model``,
-    ``cluster``, ``graph_hash``, ``model_sizes`` and ``made_with`` are as in a `Plan`. Raises PlanError for a placement
-    that fits no graph.
+    Each of ``stages`` reads only results of earlier stages. ``degrees`` has a row for each layer of the model: the
+    number of parts along each of its dims. It is empty if ops are not split; a graph with split layers is valid for one
+    microbatch size only. ``model``, ``cluster``, ``graph_hash``, ``model_sizes`` and ``made_with`` are as in a `Plan`.
+    Raises PlanError for a placement that cannot match any graph.
     """
 
     model: str
@@ -90,21 +90,21 @@ class Placement:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples in one microbatch."""
+        """Number of samples in one microbatch."""
         return self.workload.global_batch // self.num_microbatches
 
     @property
     def num_ranks(self) -> int:
-        """Ranks up to the last one that computes; an earlier one may be idle."""
+        """Number of ranks up to the highest one that computes; lower ranks may be idle."""
         return 1 + max(stage.rank for stage in self.stages)
 
     @property
     def num_devices(self) -> int:
-        """Devices that take part: one per rank."""
+        """Number of devices that take part: one per rank."""
         return self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the indices of the stages of a rank, in its order."""
+        """Return the indices of a rank's stages, in the order in which the rank runs them."""
         return tuple(index for index, stage in enumerate(self.stages) if stage.rank == rank)
 
     def describe(self) -> str:
@@ -129,7 +129,7 @@ class Placement:
 
 
 def check_fit(plan: Plan | Placement, graph: Graph, cluster: Cluster | None = None) -> None:
-    """Raise PlanError unless a plan or a placement fits the graph and, if given, the cluster."""
+    """Raise PlanError unless a plan or a placement matches the graph and, if given, the cluster."""
     if isinstance(plan, Placement):
         check_placement(plan, graph, cluster)
     else:
@@ -137,7 +137,7 @@ def check_fit(plan: Plan | Placement, graph: Graph, cluster: Cluster | None = No
 
 
 def check_placement(placement: Placement, graph: Graph, cluster: Cluster | None = None) -> None:
-    """Raise PlanError unless the placement fits the graph (content hash, ops, order, batch) and the cluster."""
+    """Raise PlanError unless the placement matches the graph (hash, ops, order, batch) and, if given, the cluster."""
     if placement.graph_hash != graph.content_hash:
         raise GraphMismatchError(
             f"The placement was made for graph {placement.graph_hash} of {placement.model!r}, but this graph is "
@@ -174,7 +174,7 @@ def _check_ops(placement: Placement, graph: Graph) -> None:
     for index, stage in enumerate(placement.stages):
         for op in stage.ops:
             if not 0 <= op < len(graph.ops) or op in stage_of or graph.ops[op].replicable:
-                what = "twice" if op in stage_of else "which the graph lacks or computes wherever it is needed"
+                what = "a second time" if op in stage_of else "which the graph lacks or every rank computes for itself"
                 raise PlanError(f"Stage {index} of the placement names op {op}, {what}. Place the graph again.")
             stage_of[op] = index
     missing = [i for i, op in enumerate(graph.ops) if not op.replicable and i not in stage_of]
@@ -231,7 +231,10 @@ _Pair = tuple[int, int]
 
 
 def slice_stages(graph: Graph, plan: Plan | Placement) -> tuple[StageSlice, ...]:
-    """Return the stages of a plan or of a placement. Raises PlanError if it does not match the graph."""
+    """Return the ops, inputs and outputs of each stage of a plan or of a placement.
+
+    Raises PlanError if the plan or placement does not match the graph.
+    """
     return slice_placement(graph, plan) if isinstance(plan, Placement) else slice_graph(graph, plan.bounds)
 
 
@@ -247,7 +250,7 @@ def slice_stages(graph: Graph, plan: Plan | Placement) -> tuple[StageSlice, ...]
 def slice_placement(graph: Graph, placement: Placement) -> tuple[StageSlice, ...]:
     """Return the ops, inputs and outputs of each stage of a placement.
 
-    Raises PlanError if it does not match the graph.
+    Raises PlanError if the placement does not match the graph.
     """
     check_placement(placement, graph)
     needs, carried = _Walk(graph, placement).run()
@@ -379,9 +382,9 @@ def _gradients(
 
 
 def flowing_ops(graph: Graph) -> set[int]:
-    """Return the ops through which a gradient of the loss may pass.
+    """Return the ids of the ops through which a gradient of the loss may pass.
 
-    The storage counts, not the tensor: a tensor written in place carries the gradient of the written value.
+    Tensors of one storage count as one, because the gradient of a tensor written in place is that of the written value.
     """
     tensors, flowing = graph.tensors, set()
     reached = {tensors[graph.outputs[0]].storage} if graph.has_loss and graph.outputs else set()

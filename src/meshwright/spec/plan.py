@@ -1,8 +1,8 @@
-"""Plan: which part of the graph runs where and how it is split, as a small JSON document; its stages (`StagePlan`).
+"""Plan: which part of the graph runs on which rank and how it is split, as a JSON document; its stages (`StagePlan`).
 
-Replicas of a stage compute its microbatches in turn, or by their shares, so stages may differ in their number of
-replicas; data parallelism is one stage with many replicas. A rank may hold several stages (virtual stages, chunks) if
-the schedule interleaves them. The loss of a step is the mean over its microbatches, whatever the plan.
+The replicas of a stage compute its microbatches in turn, or by their shares, so stages may differ in their number of
+replicas. Data parallelism is one stage with many replicas. A rank may hold several stages (virtual stages, chunks) if
+the schedule interleaves them. With every plan, the loss of a step is the mean over its microbatches.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 # so that a replica with a larger share takes turns more often. Equal shares are the same as none if R divides M.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Layers ``start:stop`` on ``ranks``, one replica per rank.
+    """One stage of a plan: layers ``start:stop``, with one replica on each of ``ranks``.
 
-    ``feeds``: the stages that receive this one's values, if stages form parallel branches; empty in a chain.
-    ``shares``: the number of microbatches of a step for each replica; empty if they take turns.
+    ``feeds``: indices of the stages that receive this stage's outputs, if stages form parallel branches; empty in a
+    chain. ``shares``: the number of microbatches of a step that each replica computes; empty if replicas take turns.
     """
 
     start: int
@@ -64,7 +64,7 @@ class StagePlan:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The replica of each microbatch in turn; the sequence repeats."""
+        """The replica of microbatches 0, 1, ...; the sequence repeats after its end."""
         return _deal(self.shares) if self.shares else tuple(range(len(self.ranks)))
 
     def rank_of(self, microbatch: int) -> int:
@@ -88,7 +88,7 @@ class StagePlan:
         return tuple(microbatch for microbatch, own in enumerate(self.turns) if own == replica)
 
     def describe(self) -> str:
-        """Return ``0:4 ×2``, or ``0:4 ×2 (3 + 1)`` where shares differ."""
+        """Return layers and replicas: ``0:4 ×2``, or ``0:4 ×2 (3 + 1)`` with the shares where they differ."""
         alike = len(set(self.shares)) < 2
         shares = "" if alike else f" ({' + '.join(map(str, self.shares))})"
         return f"{self.start}:{self.stop} ×{len(self.ranks)}{shares}"
@@ -103,38 +103,42 @@ def _deal(shares: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_shares(plan: Plan, index: int) -> None:
-    """Raise PlanError unless the shares of a stage add up and the plan may have unequal shares."""
+    """Raise PlanError if the shares of stage ``index`` do not add up, or the plan's schedule or exchange excludes them.
+
+    Shares need a synchronous schedule, and gradients that are summed in every step.
+    """
     stage = plan.stages[index]
     if sum(stage.shares) != plan.num_microbatches:
         raise PlanError(
             f"The replicas of stage {index} have shares of {' + '.join(map(str, stage.shares))} microbatches; expected "
-            f"the {plan.num_microbatches} of a step in all."
+            f"{plan.num_microbatches} in all, the microbatches of a step."
         )
     if plan.is_asynchronous or plan.exchange.every_steps > 1:
-        what = f"the schedule {plan.schedule}" if plan.is_asynchronous else "sums that are not of every step"
+        what = f"the schedule {plan.schedule}" if plan.is_asynchronous else "an exchange with every_steps > 1"
         raise PlanError(
-            f"Shares of microbatches were given for stage {index} and {what}, where replicas update weights by "
-            "themselves; expected equal shares. Leave them out, or choose another."
+            f"Shares of microbatches were given for stage {index} with {what}, where replicas update weights by "
+            "themselves; expected no shares. Leave `shares` out, or change the schedule or `every_steps`."
         )
 
 
 def takes_part_alike(num_replicas: int, num_microbatches: int, zero: int) -> bool:
-    """Return whether replicas that take turns may shard states.
+    """Return whether replicas that compute microbatches in turn can use the ZeRO stage ``zero``.
 
-    With ZeRO 2 and 3 all of them gather and scatter in every pass.
+    Under ZeRO 2 and 3 every microbatch has collectives in which all replicas take part, so each replica has to compute
+    the same number of microbatches.
     """
     return zero < 2 or num_microbatches % num_replicas == 0
 
 
 def check_counts(plan: Plan) -> None:
-    """Raise PlanError if replicas gather and scatter in every pass, but have unequal numbers of passes."""
+    """Raise PlanError if a plan with ZeRO 2 or 3 has replicas with unequal numbers of microbatches."""
     for index, stage in enumerate(plan.stages) if plan.exchange.zero >= 2 else ():
         counts = sorted(set(stage.counts(plan.num_microbatches)))
         if len(counts) > 1:
             raise PlanError(
-                f"The replicas of stage {index} compute {' and '.join(map(str, counts))} microbatches, while all of "
-                f"them gather and scatter in every one (ZeRO {plan.exchange.zero}). Choose a number of microbatches "
-                f"that {len(stage.ranks)} divides, or plan with --zero 1 or 0."
+                f"The replicas of stage {index} compute {' and '.join(map(str, counts))} microbatches; expected equal "
+                f"numbers, because ZeRO {plan.exchange.zero} gathers and scatters in every microbatch. Choose a number "
+                f"of microbatches that {len(stage.ranks)} divides, or plan with --zero 1 or 0."
             )
 
 
@@ -146,18 +150,22 @@ MAX_MICROBATCH_STAGES = 2_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A layout of one graph on one cluster for one workload.
+    """How one graph is trained (or run for inference) on one cluster for one workload.
 
-    ``model`` and ``cluster`` are the references that the user gave, ``model_sizes`` the sizes given with the model's
-    own (for people and for `run`); ``graph_hash`` identifies the graph that the plan is for. ``schedule`` is a name or
-    a reference to the user's own schedule, ``path/to/file.py:function`` or ``path/to/orders.csv``; ``schedule_hash`` is
-    the hash of that file's content. With a ``sharding`` that splits ops, every rank is a team of ``sharding.width``
-    neighbouring devices (`teams`). ``recompute`` lists ranges of the graph's ops that run again in the backward, except
-    those in ``keeps``, whose results stay in memory (`recompute`). ``offload`` lists what is kept in host memory or on
-    drives (`offload`); ``compiled``: torch compiles each layer on its own (`compiled_units`). ``idle`` lists the
-    devices of the cluster, ascending, that take no part; ranks count the others. ``rewritten`` is the kind of device
-    for which the model's graph was rewritten before planning (`rewrite.planned`); empty for the model's own graph.
-    ``made_with`` records the inputs of the estimate when the plan was written (`made_with`).
+    ``model`` and ``cluster`` are the references that the user gave, and ``model_sizes`` the sizes given with the model
+    (name and value). ``graph_hash`` identifies the graph that the plan is for.
+
+    ``schedule`` is a name or a reference to the user's own schedule, ``path/to/file.py:function`` or
+    ``path/to/orders.csv``; ``schedule_hash`` is then the hash of that file's content. With a ``sharding`` that splits
+    ops, every rank is a team of ``sharding.width`` neighbouring devices (`spec.teams`). ``recompute`` lists the ranges
+    of the graph's ops that run again in the backward; the results of the ops in ``keeps`` stay in memory instead
+    (`spec.recompute`). ``offload`` says what is kept in host memory or on drives (`spec.offload`). ``compiled``: torch
+    compiles each layer separately (`spec.compiled_units`).
+
+    ``idle`` lists the devices of the cluster, ascending, that take no part; ranks number the remaining devices.
+    ``rewritten`` is the kind of device for which the model's graph was rewritten before planning (`rewrite.planned`);
+    empty for the model's own graph. ``made_with`` records the inputs of the cost estimate when the plan was written.
+    Raises PlanError for a plan that cannot match any graph.
     """
 
     model: str
@@ -193,7 +201,7 @@ class Plan:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples in one microbatch, for each rank of an expert axis."""
+        """Number of samples in one microbatch; under expert parallelism, of each rank of the expert axis."""
         return self.workload.global_batch // (self.num_microbatches * self.sharding.expert)
 
     @property
@@ -208,17 +216,17 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that take part; they are numbered from 0."""
+        """Number of ranks that take part; they are numbered from 0."""
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
 
     @property
     def num_devices(self) -> int:
-        """Devices that take part: those of all teams, and further ranks that are only parameter servers."""
+        """Number of devices that take part: those of all ranks, and of ranks that are only parameter servers."""
         return max(self.num_ranks, *(server + 1 for server in self.exchange.servers), 0) * self.sharding.width
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices that take part, as the cluster numbers them."""
+        """The devices that take part, by their numbers in the cluster."""
         idle = frozenset(self.idle)
         return tuple(islice((device for device in count() if device not in idle), self.num_devices))
 
@@ -229,21 +237,21 @@ class Plan:
 
     @property
     def has_local_graph(self) -> bool:
-        """Whether ranks compute another graph than the model's: sharded, recomputed or compiled (`lower_plan`)."""
+        """Whether ranks compute a graph other than the model's: split, recomputed or compiled (`lower_plan`)."""
         return not self.sharding.is_whole or bool(self.recompute) or self.compiled
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Layer ranges of the stages."""
+        """Layers (start, stop) of each stage."""
         return tuple((stage.start, stage.stop) for stage in self.stages)
 
     @property
     def has_branches(self) -> bool:
-        """Whether some stages run in parallel branches, as ``feeds`` say."""
+        """Whether some stages form parallel branches, which their ``feeds`` describe."""
         return any(stage.feeds for stage in self.stages)
 
     def feeds(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that receive a stage's values; in a chain the next one."""
+        """Return the stages that receive a stage's outputs; in a chain, the next stage."""
         if self.has_branches:
             return self.stages[stage].feeds
         return (stage + 1,) if stage + 1 < len(self.stages) else ()
@@ -255,12 +263,12 @@ class Plan:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether all ranks agree, before an update, on whether the gradients of a scaled loss are finite."""
+        """Whether losses are scaled, so that before every update all ranks agree whether all gradients are finite."""
         return self.exchange.loss_scale or (self.workload.kind == "training" and self.workload.numbers.scales_loss)
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime can execute the plan: only if gradients are reduced by sums of buckets.
+        """Whether the runtime can execute the plan's gradient exchange (`GradientExchange.is_runnable`).
 
         The simulator accepts every plan.
         """
@@ -268,7 +276,7 @@ class Plan:
 
     @property
     def only_simulated(self) -> str:
-        """What the runtime does not execute, in words; empty for a plan that it executes."""
+        """The reason, in words, why the runtime cannot execute the plan; empty for a plan that it can execute."""
         return "" if self.exchange.is_runnable else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -300,7 +308,7 @@ class Plan:
         return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{self.describe_extras()}"
 
     def describe_extras(self) -> str:
-        """Return what follows the schedule in the description: ``, tensor 4, ZeRO 1``; empty without extras."""
+        """Return the end of `describe`, after the schedule: ``, tensor 4, ZeRO 1``; empty for a plain plan."""
         ahead = self.exchange.staleness
         waves = f" with staleness {ahead}" if ahead else ""
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
@@ -331,10 +339,10 @@ def _first_numbers(ranks: tuple[int, ...]) -> str:
 
 
 def with_branches(plan: Plan, graph: Graph) -> Plan:
-    """Return the plan with the edges between its stages listed, if some of them lie on parallel branches of the graph.
+    """Return the plan with ``feeds`` set in every stage, if some stages lie on parallel branches of the graph.
 
-    Schedules then keep as many microbatches in flight as the longest path from a stage to the end needs, instead of the
-    number of later stages. Plans with several stages on a rank stay as they are.
+    The number of microbatches in flight then follows from the longest path from a stage to the last one, instead of the
+    number of later stages. Other plans, and plans with several stages on a rank, are returned unchanged.
     """
     edges = _edges(plan, graph)
     is_chain = all(index + 1 in targets for index, targets in enumerate(edges[:-1]))
@@ -349,7 +357,7 @@ def _edges(plan: Plan, graph: Graph) -> list[tuple[int, ...]]:
 
 
 def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None:
-    """Raise PlanError unless the plan fits the graph (by content hash, layers and batch) and, if given, the cluster."""
+    """Raise PlanError unless the plan matches the graph (hash, layers, batch) and, if given, the cluster."""
     if plan.graph_hash != graph.content_hash:
         raise GraphMismatchError(
             f"The plan was made for graph {plan.graph_hash} of {plan.model!r}, but this graph is {graph.content_hash} "
@@ -361,8 +369,8 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
     graph.check_batch_size(plan.microbatch_size)
     if plan.has_branches and (edges := _edges(plan, graph)) != [stage.feeds for stage in plan.stages]:
         raise PlanError(
-            f"The plan says that its stages feed {[list(stage.feeds) for stage in plan.stages]}; in the graph they "
-            f"feed {[list(targets) for targets in edges]}. Leave out `feeds`, or plan again."
+            f"The plan's stages have feeds {[list(stage.feeds) for stage in plan.stages]}, but by the graph they feed "
+            f"{[list(targets) for targets in edges]}. Leave out `feeds`, or plan again."
         )
     if plan.workload.kind != graph.mode:
         raise PlanError(
@@ -378,7 +386,7 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
 def unknown_schedule(name: str) -> PlanError:
     """Return the error for a text that is neither the name of a schedule nor a reference to one."""
     return PlanError(
-        f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give the name of one, or your own as "
+        f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give the name of a schedule, or your own as "
         "path/to/file.py:function or path/to/orders.csv."
     )
 
@@ -391,9 +399,9 @@ def _check_schedule(plan: Plan) -> None:
         )
     if plan.is_asynchronous and plan.scales_loss:
         raise PlanError(
-            f"The precision {plan.workload.precision} was given for the asynchronous schedule {plan.schedule}; its "
-            "losses are scaled, and all ranks agree on each step whether to update. Choose --precision amp, or a "
-            "synchronous schedule such as 1f1b."
+            f"The precision {plan.workload.precision} was given for the asynchronous schedule {plan.schedule}; with "
+            "this precision losses are scaled, and all ranks have to agree in each step whether to update. Choose "
+            "--precision amp, or a synchronous schedule such as 1f1b."
         )
     if plan.is_asynchronous and not plan.exchange.is_plain:
         raise PlanError(
@@ -437,8 +445,8 @@ def _check_plan(plan: Plan) -> None:
         )
     if plan.idle and not (plan.idle[0] >= 0 and all(one < other for one, other in pairwise(plan.idle))):
         raise PlanError(
-            f"The devices to leave out are {list(plan.idle)}; expected numbers of devices of the cluster, "
-            "ascending, without repetition. Sort them."
+            f"The devices to leave out (`idle`) are {list(plan.idle)}; expected numbers of devices of the cluster, "
+            "ascending, without repetition. Sort them, and remove repeated ones."
         )
     for index, stage in enumerate(plan.stages):
         if any(not index < target < len(plan.stages) for target in stage.feeds):

@@ -1,4 +1,4 @@
-"""Read a file that assigns the parts of a graph to ranks: a plan, or a placement."""
+"""Read the file of a plan or of a placement (`read_plan`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ STRATEGY = "soap-strategy"
 
 
 def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Placement:
-    """Read a plan or a placement; DocumentError names file, place and remedy for any other file.
+    """Read a plan or a placement. ``compiled``, if given, overrides whether layers are compiled.
 
-    ``compiled``: overrides whether layers are compiled.
+    Raises DocumentError for a file of another kind, PlanError for a FlexFlow strategy without a placement.
     """
     data = read_data(Path(path))
     found: Plan | Placement
     if document_kind(data) == STRATEGY:
         raise PlanError(
-            f"{path} is a strategy that could not be made a placement of the model's parts: its step is an estimate, "
-            "and there is nothing to simulate or to run. Plan from the model's own reference, which has code."
+            f"{path} holds a strategy for layers (--method flexflow) without a placement of their parts, so it cannot "
+            "be simulated or run; its step time is only an estimate. Plan again from the model's own reference, which "
+            "has code."
         )
     if document_kind(data) == "placement":
         found = decode_document(Placement, data, str(path))
@@ -35,7 +36,7 @@ def read_plan(path: Path | str, *, compiled: bool | None = None) -> Plan | Place
 
 
 def with_compiled(plan: Plan | Placement, compiled: bool) -> Plan | Placement:
-    """Return the plan with layers compiled or not. Raises PlanError for compiling a placement."""
+    """Return the plan with its field ``compiled`` set. Raises PlanError if layers of a placement are to be compiled."""
     if isinstance(plan, Plan):
         return replace(plan, compiled=compiled)
     if compiled:

@@ -1,4 +1,4 @@
-"""Precisions: each is one word with one meaning in memory, cost and runtime.
+"""Precisions: each is one word, which decides the dtypes in memory, cost estimates and runtime.
 
     word                    parameters   activations  gradients   also, for the optimizer
     float64                 float64      float64      float64     states in float64
@@ -51,10 +51,11 @@ Precision = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The types of a precision by torch's names; "" if it has no ``master`` weights or no ``autocast``.
+    """The dtypes of a precision, by torch's names.
 
-    ``values`` is the type of parameters and, except under autocast, activations. ``products``: the type in which tensor
-    cores multiply; "" if it is the type of the factors.
+    ``values`` is the dtype of parameters and, except under autocast, of activations. ``states`` is the dtype of
+    optimizer states. ``master`` is the dtype of master weights, ``autocast`` that of torch's autocast; "" without them.
+    ``products`` is the type in which tensor cores multiply; "" if it is the dtype of the operands.
     """
 
     values: str
@@ -66,37 +67,37 @@ class Numbers:
 
     @property
     def compute(self) -> str:
-        """The type in which factors of products are stored."""
+        """The dtype in which the operands of matrix products are stored."""
         return self.autocast or self.values
 
     @property
     def arithmetic(self) -> str:
-        """The type in which products are computed."""
+        """The type in which matrix products are computed: ``products``, or the dtype of the operands."""
         return self.products or self.compute
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of an element of a parameter or an activation."""
+        """Bytes per element of parameters and, except under autocast, activations."""
         return DTYPE_BYTES[self.values]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an element of a parameter's gradient."""
+        """Bytes per element of parameters' gradients."""
         return DTYPE_BYTES[self.gradients]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of an element of one state of the optimizer."""
+        """Bytes per element of one optimizer state."""
         return DTYPE_BYTES[self.states]
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients may leave the range of their type, so that losses are scaled."""
+        """Whether losses are scaled, because gradients in float16 may leave its range."""
         return "float16" in (self.values, self.autocast)
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of an element of the master weights; 0 without them."""
+        """Bytes per element of the master weights; 0 without master weights."""
         return DTYPE_BYTES[self.master] if self.master else 0
 
 
@@ -117,9 +118,9 @@ SIMULATED_ONLY: tuple[Precision, ...] = ("mixed-float16", "float8")
 
 
 def upgraded_precision(data: dict[str, Any], version: int) -> dict[str, Any]:
-    """Return the data of a document with a workload in its newest form.
+    """Convert the data of a plan or placement of an older ``version``: rename the precision of its workload.
 
-    In version 1 ``bfloat16`` had float32 master weights and states.
+    In version 1 ``bfloat16`` had float32 master weights and states, as ``mixed-bf16-gradients`` has now.
     """
     workload = data.get("workload")
     if version == 1 and isinstance(workload, dict) and workload.get("precision") == "bfloat16":
@@ -128,7 +129,7 @@ def upgraded_precision(data: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 def numbers_of(precision: str) -> Numbers:
-    """Return the types of a precision. Raises PlanError for an unknown word."""
+    """Return the dtypes of a precision. Raises PlanError for an unknown word."""
     if precision not in _NUMBERS:
         words = get_args(Precision)
         raise PlanError(

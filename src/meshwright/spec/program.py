@@ -1,33 +1,34 @@
-"""Program: what every rank does, as columns for two interpreters.
+"""Program: the instructions of every rank, as columns that both the simulator and the runtime read.
 
-A program has named streams per rank; the instructions of a stream run in order. An instruction waits for other
-instructions, or for marks that they raise inside their span ("the gradients of bucket k are ready"). Instruction ids
+A program has named streams for each rank; the instructions of a stream run in order. An instruction waits for other
+instructions, or for marks that they raise while they run ("the gradients of bucket k are ready"). Instruction ids
 run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 1]``. Columns, per instruction:
 
-    opcode, stage, microbatch, version   what it does
+    opcode, stage, microbatch, version   kind of instruction (`Opcode`), stage, microbatch and weight version
     peer                                 the other stage (send, receive), the bucket (exchange), the piece (offload) or
                                          the layer (saved); -1 elsewhere
     group                                index into ``groups``: the ranks that take part; -1 for work of one rank
-    num_bytes                            bytes that move, 0 elsewhere
+    num_bytes                            bytes that are transferred; 0 elsewhere
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
     mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready
                                          or, -1 - layer, activations of a layer may be copied
-    join_instruction, join_need          ``join_instruction[j]`` continues after ``join_need[j]`` of its waits
+    join_instruction, join_need          ``join_instruction[j]`` starts after ``join_need[j]`` of its waits, not all
     late_instruction, late_section,      ``late_instruction[l]`` waits for ``late_awaited[l]`` of another section,
     late_awaited, late_lag               ``late_lag[l]`` repetitions earlier (below)
 
-The typed classes of `instructions` are views of the rows; only `program.ProgramBuilder` writes the rows of a program.
-Modules that cut or repeat a program (`program.endless_program`, `program.build`) copy its rows.
+The dataclasses of `spec.instructions` are views of the rows. `program.ProgramBuilder` writes the rows; modules that cut
+or repeat a program (`program.endless_program`, `program.build`) copy them.
+
 A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a synchronous schedule has only a body. In an
-asynchronous one, a microbatch that enters in one repetition of the body may leave in another. Its sections number
-microbatches and versions as if the body came once; in repetition r, and in the epilogue after r repetitions, the
-microbatches are those in the columns + r·``advance``, and the versions those + r·(updates of the stage in the body).
+asynchronous schedule, a microbatch may enter the pipeline in one repetition of the body and leave in another. The
+columns number microbatches and versions as if the body ran once. In repetition r, and in the epilogue after r
+repetitions, r·``advance`` is added to microbatches, and r·(updates of the stage in the body) to versions.
 
 A *late wait* refers to an earlier repetition: when an asynchronous schedule sums waves of minibatches, or when the
 gradient exchange of one step continues in the next (`program.gradient_exchange`). With n repetitions the sections have
-the order prologue (-1), body (0 ... n - 1), epilogue (n). A late wait in the section at place x is for an instruction
-of the section at place x - lag: of the prologue if ``late_section`` is 0, of the body if it is 1. If that place has
-another section, or does not exist, the wait is skipped.
+the positions -1 (prologue), 0 ... n - 1 (body) and n (epilogue). A late wait in the section at position x waits for an
+instruction of the section at position x - lag: of the prologue if ``late_section`` is 0, of the body if it is 1. If
+that position has another section, or does not exist, the wait is skipped.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ MAX_IDLE_RANKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One ordered queue of a rank; ``lane`` distinguishes queues of one name, such as those to different servers."""
+    """One queue of instructions of a rank, which run in order.
+
+    ``lane`` distinguishes several streams of one name, such as those to different parameter servers.
+    """
 
     rank: int
     name: StreamName
@@ -59,7 +63,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Section:
-    """The columns of one part of a program (see the module's docstring)."""
+    """One section of a program: prologue, body or epilogue. The module's docstring describes the columns."""
 
     stream_offsets: NDArray[np.int64]
     opcode: NDArray[np.int8]
@@ -93,26 +97,27 @@ class Section:
         return len(self.opcode)
 
     def instruction(self, index: int) -> Instruction:
-        """Return the typed view of one row."""
+        """Return the instruction with the id ``index`` as a dataclass of `spec.instructions`."""
         columns = self.opcode, self.stage, self.microbatch, self.version, self.peer, self.num_bytes
         return instruction_of([int(column[index]) for column in columns])
 
     def waits_of(self, index: int) -> NDArray[np.int64]:
-        """Return ids (or marks, from ``num_instructions``) for which one instruction waits."""
+        """Return the ids for which instruction ``index`` waits; ids from ``num_instructions`` on are marks."""
         return self.waits[self.wait_offsets[index] : self.wait_offsets[index + 1]]
 
     def stream_range(self, stream: int) -> range:
-        """Instruction ids of one stream."""
+        """Return the range of instruction ids of stream number ``stream``."""
         return range(int(self.stream_offsets[stream]), int(self.stream_offsets[stream + 1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Everything that all ranks issue, for ``prologue``, any number of ``body`` repetitions, and ``epilogue``.
+    """The instructions of all ranks: ``prologue``, then ``body`` any number of times, then ``epilogue``.
 
-    ``streams`` are ordered by rank. ``schedule`` and ``plan_hash`` record the origin of the program. ``advance`` is the
-    number of microbatches by which each repetition of the body is ahead of the one before; 0 for synchronous programs.
-    ``body_steps``: the number of training steps in one repetition of the body.
+    ``streams`` are ordered by rank. ``groups`` lists the ranks of process groups, to which the column ``group`` refers.
+    ``schedule`` and ``plan_hash`` record the origin of the program. ``advance`` is the number of microbatches by which
+    each repetition of the body is ahead of the previous one; 0 for synchronous programs. ``body_steps`` is the number
+    of training steps in one repetition of the body. Raises ProgramError if the columns contradict each other.
     """
 
     schedule: str
@@ -141,9 +146,11 @@ class Program:
                 "(0 and up). Build the program again from its plan."
             )
         if self.body_steps < 1:
-            raise ProgramError(f"A repetition of the body has {self.body_steps} steps; expected 1 or more.")
+            raise ProgramError(
+                f"The program's body_steps is {self.body_steps}; expected 1 or more training steps per repetition."
+            )
         if self.advance < 0:
-            raise ProgramError(f"The program advances by {self.advance} microbatches; expected 0 or more.")
+            raise ProgramError(f"The program's advance is {self.advance} microbatches; expected 0 or more.")
         for name, section in self.sections():
             _check_section(name, section, len(self.streams), len(self.groups))
         for name, section in self.sections():
@@ -153,27 +160,27 @@ class Program:
 
     @property
     def crosses_steps(self) -> bool:
-        """Whether messages or late waits, not only the order of streams, join a repetition of the body to others."""
+        """Whether a repetition of the body exchanges messages with other repetitions, or has late waits for them."""
         return self.advance > 0 or any(len(section.late_instruction) for _, section in self.sections())
 
     @property
     def splits_backwards(self) -> bool:
-        """Whether some backwards are split into two instructions."""
+        """Whether some backwards are split into `BackwardInput` and `BackwardWeight`."""
         return any(bool((section.opcode == Opcode.BACKWARD_INPUT).any()) for _, section in self.sections())
 
     def sections(self) -> Iterator[tuple[str, Section]]:
-        """Yield the three parts, in order of execution."""
+        """Yield (name, section) for prologue, body and epilogue, in order of execution."""
         yield "prologue", self.prologue
         yield "body", self.body
         yield "epilogue", self.epilogue
 
     def streams_of(self, rank: int) -> tuple[int, ...]:
-        """Return indices of the streams of one rank."""
+        """Return the indices of the streams of one rank."""
         return tuple(index for index, stream in enumerate(self.streams) if stream.rank == rank)
 
 
 def empty_section(num_streams: int) -> Section:
-    """Return a section without instructions."""
+    """Return a section without instructions for a program with ``num_streams`` streams."""
     return Section(
         stream_offsets=np.zeros(num_streams + 1, np.int64),
         opcode=np.zeros(0, np.int8),
@@ -208,7 +215,7 @@ def _check_section(name: str, section: Section, num_streams: int, num_groups: in
             and offsets[-1] == total
             and bool((offsets[1:] >= offsets[:-1]).all())
         )
-        require(legal, f"{column} does not partition {total} entries")
+        require(legal, f"column {column} does not divide {total} entries into consecutive ranges")
     require(len(section.mark_index) == num_marks, "the mark columns differ in length")
     require(len(section.join_need) == len(section.join_instruction), "the join columns differ in length")
     for column, low, high in (
@@ -222,18 +229,18 @@ def _check_section(name: str, section: Section, num_streams: int, num_groups: in
         values = getattr(section, column)
         require(
             not len(values) or (values.min() >= low and values.max() < high),
-            f"column {column} leaves {low}..{high - 1}",
+            f"column {column} has values outside {low}..{high - 1}",
         )
     joins = section.join_instruction
     require(bool((np.diff(joins) > 0).all()), "column join_instruction does not ascend")
     num_waits = section.wait_offsets[joins + 1] - section.wait_offsets[joins]
     legal = (section.join_need >= 1) & (section.join_need <= num_waits)
-    require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
+    require(bool(legal.all()), "column join_need is below 1 or above the number of waits of an instruction")
     late = section.late_instruction
     same = {len(getattr(section, f"late_{column}")) for column in ("section", "awaited", "lag")} == {len(late)}
     require(same, "the columns of late waits differ in length")
     receives = np.isin(section.opcode[joins], RECEIVES)
-    require(not receives.any(), "a receive, which waits for its send, is a join")
+    require(not receives.any(), "column join_instruction names a receive, which always waits for its send")
 
 
 def _check_late_waits(program: Program, name: str, section: Section) -> None:

@@ -1,9 +1,9 @@
-"""Recompute (activation checkpointing): ranges of ops, and ops in them whose results are kept; the words for users.
+"""Recompute (activation checkpointing): ranges of ops that run again in the backward, and ops whose results are kept.
 
-A range ``start:stop`` keeps the values that it reads from outside, and the results of those of its ops that are in
-`Graph.keeps`. When the backward reaches the end of the range, its other ops run again, up to the last value that their
-backward reads (torch.utils.checkpoint stops early, too; results are kept as by its
-create_selective_checkpoint_contexts). `read_recompute` reads the words by which users choose.
+A range ``start:stop`` keeps the values that it reads from outside, and the results of its ops in `Graph.keeps`. When
+the backward reaches the end of the range, the other ops of the range run again, up to the last value that their
+backward reads. (torch.utils.checkpoint stops early, too; its create_selective_checkpoint_contexts keeps results.)
+`read_recompute` parses the words by which users choose what is recomputed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Recompute(NamedTuple):
 
 
 def recompute_layers(graph: Graph, layers: Iterable[int]) -> Ranges:
-    """Return the ranges of ops for recomputing these layers, each layer on its own."""
+    """Return one range of ops for each of ``layers`` (indices), so that each layer is recomputed separately."""
     return tuple((graph.layers[i].start, graph.layers[i].stop) for i in layers)
 
 
 def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
-    """Return the longest runs of ops whose kinds start with one of ``kinds``, each within a layer."""
+    """Return the maximal ranges of consecutive ops whose kinds start with one of ``kinds``, each within a layer."""
     home = [index for index, layer in enumerate(graph.layers) for _ in range(layer.start, layer.stop)]
     runs = groupby(range(len(graph.ops)), key=lambda op: (home[op], graph.ops[op].kind.startswith(kinds)))
     chosen = (list(ops) for (_, is_chosen), ops in runs if is_chosen)
@@ -52,9 +52,9 @@ def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
 
 
 def with_recompute(graph: Graph, ranges: Iterable[tuple[int, int]], keeps: Iterable[int] = ()) -> Graph:
-    """Return the graph with these ranges recomputed, except ops whose results are kept.
+    """Return the graph with ``ranges`` of ops recomputed, except that the results of the ops ``keeps`` are kept.
 
-    Blocks of layers that recompute or keep different parts get different names.
+    Layers that recompute or keep different ops get different names in `Layer.block`.
     """
     chosen = tuple(sorted((start, stop) for start, stop in ranges)), tuple(sorted(keeps))
     return graph if chosen == (graph.recompute, graph.keeps) else _with_sorted(graph, *chosen)
@@ -72,7 +72,10 @@ def _with_sorted(graph: Graph, ranges: Ranges, keeps: tuple[int, ...]) -> Graph:
 
 
 def check_recompute(graph: Graph) -> None:
-    """Raise GraphError unless the graph is for training, its ranges ascend without overlap, and its keeps are legal."""
+    """Raise GraphError unless a graph with recomputed ranges is consistent.
+
+    It has to be a training graph whose ranges ascend without overlap, and the results of its ``keeps`` can be kept.
+    """
     if not graph.recompute and not graph.keeps:
         return
     inside = all(0 <= start < stop <= len(graph.ops) for start, stop in graph.recompute)
@@ -94,8 +97,8 @@ def _check_keeps(graph: Graph) -> None:
     outside = [op for op in graph.keeps if op not in covered]
     if outside or any(before >= after for before, after in pairwise(graph.keeps)):
         raise GraphError(
-            f"The ops whose results are kept are {list(graph.keeps)[:8]}; expected ascending ones within the "
-            f"recomputed ranges, {list(graph.recompute)[:8]}. Take both from `read_recompute`."
+            f"The ops whose results are kept are {list(graph.keeps)[:8]}; expected ascending ops within the "
+            f"recomputed ranges {list(graph.recompute)[:8]}. Take both from `read_recompute`."
         )
     written = written_storages(graph) if graph.keeps else frozenset()
     for op in graph.keeps:
@@ -107,13 +110,13 @@ def _check_keeps(graph: Graph) -> None:
 
 
 def written_storages(graph: Graph) -> frozenset[int]:
-    """Return the storages of values that some op writes to in place."""
+    """Return the storages (tensor ids) to which some op writes in place."""
     written = (graph.tensors[op.inputs[0]].storage for op in graph.ops if op.inputs and op.is_in_place)
     return frozenset(written)
 
 
 def why_not_kept(graph: Graph, op: int, written: frozenset[int]) -> str:
-    """Return why the result of an op cannot be kept inside a recomputed range; empty if it can.
+    """Return the reason why the result of an op cannot be kept inside a recomputed range; "" if it can be kept.
 
     ``written`` are the graph's `written_storages`.
     """
@@ -130,7 +133,10 @@ def why_not_kept(graph: Graph, op: int, written: frozenset[int]) -> str:
 
 
 def passed_again(graph: Graph, start: int, stop: int) -> range:
-    """Return the ops of a range up to the last one that makes or keeps a value for their backward."""
+    """Return the ops of a range up to the last one that makes or saves a value for the backward of the range.
+
+    A recompute stops there; the range is empty if no op saves anything.
+    """
     ops, tensors = graph.ops, graph.tensors
     savers = [index for index in range(start, stop) if ops[index].saved]
     if not savers:
@@ -144,19 +150,19 @@ def passed_again(graph: Graph, start: int, stop: int) -> range:
 
 
 def computed_again(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
-    """Return the ops of a range that run again: those of `passed_again` whose results are not kept."""
+    """Return the ops of a range that run again in the backward: those of `passed_again` whose results are not kept."""
     passed = passed_again(graph, start, stop)
     kept = kept_within(graph, start, stop)
     return tuple(passed) if not kept else tuple(op for op in passed if op not in kept)
 
 
 def kept_within(graph: Graph, start: int, stop: int) -> frozenset[int]:
-    """Return the ops of a range whose results are kept."""
+    """Return the ops of the range ``start:stop`` whose results are kept (`Graph.keeps`)."""
     return frozenset(graph.keeps[bisect_left(graph.keeps, start) : bisect_left(graph.keeps, stop)])
 
 
 def read_from_outside(graph: Graph, start: int, stop: int) -> set[int]:
-    """Return the storages of values that a range reads but does not make; they are kept until it runs again."""
+    """Return the storages of activations that a range reads but does not make; they are kept for the recompute."""
     ops = graph.ops[start:stop]
     made = {i for op in ops for i in op.outputs}
     read = {i for op in ops for i in op.inputs} - made
@@ -208,7 +214,10 @@ _MATRICES = ("aten.mm.", "aten.matmul.", "aten.linear.")
 # their name, out of the count of plain products; here they count.
 @lru_cache(maxsize=32)
 def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
-    """Return ranges and kept ops for each word; blocks are layers that are elements of a list in the model."""
+    """Return the recomputed ranges and kept ops that each of the words none, op, attention and full means for a graph.
+
+    Repeated blocks are the layers that are elements of a list in the model (their names contain a dot).
+    """
     blocks = _blocks(graph)
     full = recompute_layers(graph, blocks)
     return {
@@ -220,12 +229,13 @@ def recompute_choices(graph: Graph) -> dict[RecomputeName, Recompute]:
 
 
 def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | None = None) -> Recompute:
-    """Parse a word, layers, or words for stages into the recomputed ranges and kept ops of a graph.
+    """Parse a user's choice of what to recompute into the recomputed ranges and kept ops of a graph.
 
-    ``bounds`` are the layers of each stage; words for stages need them.
+    The choice is a word (``full``), layers (``0:12``), words for layers (``op[0:12]``) or words for stages
+    (``full@0,op@1:3``). Words for stages need ``bounds``, the layers (start, stop) of each stage.
 
-    Raises PlanError for unknown words, for a word without a meaning in this graph, for patterns that match none of its
-    ops, and for stages that do not exist.
+    Raises PlanError for an unknown word, a word that means nothing in this graph, a pattern that matches no op, and a
+    stage that does not exist.
     """
     if _AT in text:
         return _read_stages(graph, text, bounds)
@@ -233,7 +243,7 @@ def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | 
     if word in RECOMPUTE_NAMES:
         found = recompute_choices(graph)[word]
         if not found.ranges and word != "none":
-            lacking = "attention whose scores or result it keeps" if word == "attention" else "repeated blocks"
+            lacking = "attention whose scores or result are saved" if word == "attention" else "repeated blocks"
             raise _means_nothing(graph, text, lacking)
         return found
     if every := _EVERY.fullmatch(text):
@@ -249,7 +259,10 @@ def read_recompute(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | 
 
 
 def name_recompute(graph: Graph, again: Recompute) -> str:
-    """Return the words for the given ranges, or their layers as ``1:3,5``; empty if nothing is recomputed."""
+    """Return a text that `read_recompute` parses to ``again``: ``op``, ``every-2``, ``1:3,5``, ``op[0:4],full[4:8]``.
+
+    Returns "" if there is no such text.
+    """
     choices = recompute_choices(graph)
     for word, found in choices.items():
         if found == again:
@@ -274,7 +287,10 @@ def name_recompute(graph: Graph, again: Recompute) -> str:
 
 
 def words_in_layers(text: str) -> tuple[str, ...]:
-    """Return the distinct words for layers in a text; empty if the text has another form."""
+    """Return the distinct words in a text with words for layers: ``("op", "full")`` for ``op[0:12],full[12:20]``.
+
+    Plain layers (``0:12``) and ``every-2`` give ``("full",)``; texts of other forms give ().
+    """
     if _LAYERS.fullmatch(text) or _EVERY.fullmatch(text):
         return ("full",)
     return (
@@ -283,14 +299,14 @@ def words_in_layers(text: str) -> tuple[str, ...]:
 
 
 def is_alike(text: str) -> bool:
-    """Return whether the words mean the same for all equal blocks, wherever they are in the model."""
+    """Return whether a text treats all equal blocks of the model alike (a single word, or ``keep=...``)."""
     return text in (*RECOMPUTE_NAMES, *OLDER_NAMES) or (text.startswith(_KEEP) and not is_by_stage(text))
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """Return the distinct recompute words in a text with words for stages, and ``none``; else the text alone.
+    """Return the distinct recompute words in a text with words for stages, and ``none``; for other texts, the text.
 
-    ``none`` applies to stages that the text does not name.
+    ``none`` applies to the stages that the text does not name.
     """
     if not is_by_stage(text):
         return (text,)
@@ -298,24 +314,24 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def is_by_stage(text: str) -> bool:
-    """Return whether the words are for stages, so that their meaning depends on where the model is cut."""
+    """Return whether a text has words for stages (``full@0``), so that its meaning depends on the cuts of the model."""
     return _AT in text
 
 
 def num_named_stages(text: str) -> int:
-    """Return the number of stages that a plan needs so that all stages named in a text exist."""
+    """Return the least number of stages with which all stages that a text names exist."""
     return max(stop for _, _, stop in _parts_by_stage(text))
 
 
 def word_of_first(text: str) -> str:
-    """Return the word of the first stage named in a text with words for stages; any other text unchanged."""
+    """Return the word for the lowest stage that a text with words for stages names; other texts unchanged."""
     return min(_parts_by_stage(text), key=lambda part: part[1])[0] if is_by_stage(text) else text
 
 
 def _means_nothing(graph: Graph, text: str, lacking: str) -> PlanError:
     return PlanError(
         f"{text!r} was given as what to recompute, but graph {graph.name!r} has no {lacking}. Name layers, as "
-        "0:12, or leave it out."
+        "0:12, or leave this choice out."
     )
 
 
@@ -386,16 +402,16 @@ def _read_keep(graph: Graph, text: str) -> Recompute:
         if not matching:
             kinds = list(dict.fromkeys(_short(graph.ops[op].kind) for op in ops))
             raise PlanError(
-                f"{pattern!r} was given as results to keep{suggest(pattern, kinds)}; no op in the repeated blocks of "
-                f"graph {graph.name!r} has such a kind or name. Give kinds or patterns of kinds separated by plus "
-                "signs, as keep=aten.linear+aten.scaled_dot_product*."
+                f"{pattern!r} was given after keep=, but no op in the repeated blocks of graph {graph.name!r} has such "
+                f"a kind or name{suggest(pattern, kinds)}. Give kinds or patterns of kinds separated by plus signs, as "
+                "keep=aten.linear+aten.scaled_dot_product*."
             )
         reasons = {op: why_not_kept(graph, op, written) for op in matching}
         if all(reasons.values()):
             op, reason = next(iter(reasons.items()))
             raise PlanError(
-                f"{pattern!r} was given as results to keep, but that of {graph.ops[op].name!r} cannot be: {reason}. "
-                "Leave the pattern out."
+                f"{pattern!r} was given after keep=, but the result of {graph.ops[op].name!r} cannot be kept: "
+                f"{reason}. Leave the pattern out."
             )
         found |= {op for op, reason in reasons.items() if not reason}
     return Recompute(recompute_layers(graph, blocks), tuple(sorted(found)))
@@ -418,14 +434,14 @@ def _read_layers(graph: Graph, text: str) -> tuple[tuple[int, int], ...]:
         except ValueError:
             known = (*RECOMPUTE_NAMES, *OLDER_NAMES, "every-2", _KEEP)
             raise PlanError(
-                f"{text!r} does not say what to recompute{suggest(text, known)}; expected "
+                f"{text!r} is not a choice of what to recompute{suggest(text, known)}; expected "
                 f"{', '.join(RECOMPUTE_NAMES)}, every-2 (each second block), keep=KIND+KIND (blocks without these "
                 "ops), layers as 0:12 or 0:12,20:24, words for layers as op[0:12], or for stages as full@0,op@1:3."
             ) from None
         if not start < stop <= len(graph.layers):
             raise PlanError(
                 f"Layers {part.strip()} were given as what to recompute, but the graph has layers 0 to "
-                f"{len(graph.layers) - 1}; expected start:stop with start below stop. Choose among them."
+                f"{len(graph.layers) - 1}; expected start:stop with start below stop. Choose among these layers."
             )
         chosen += range(start, stop)
     return recompute_layers(graph, sorted(set(chosen)))
@@ -445,7 +461,7 @@ def _read_in_layers(graph: Graph, text: str) -> Recompute:
         ranges = _read_layers(graph, match[2])
         starts = {start for start, _ in ranges}
         if seen & starts:
-            raise PlanError(f"{text!r} names a layer twice. Name each at most once.")
+            raise PlanError(f"{text!r} chooses what layers recompute, but names a layer twice. Name each at most once.")
         seen |= starts
         for start, stop in ranges:
             more = _within(graph, match[1], start, stop)
@@ -473,13 +489,13 @@ def _parts_by_stage(text: str) -> list[tuple[str, int, int]]:
             start, stop = 0, 0
         if not word or start >= stop or _AT in word or ":" in word or word.isdecimal():
             raise PlanError(
-                f"{part.strip()!r} in {text!r} does not say which stages recompute; expected a word and a stage or a "
-                "range of stages, as full@0,op@1:3, separated by commas. Or give one word for all stages."
+                f"{part.strip()!r} in {text!r} is not a choice of what stages recompute; expected a word, @ and a "
+                "stage or a range of stages, separated by commas, as full@0,op@1:3. Or give one word for all stages."
             )
         twice = seen.intersection(range(start, stop))
         if twice:
             raise PlanError(
-                f"{text!r} says which stages recompute, but names stage {min(twice)} twice. Name each at most once."
+                f"{text!r} chooses what stages recompute, but names stage {min(twice)} twice. Name each at most once."
             )
         seen.update(range(start, stop))
         found.append((word, start, stop))
@@ -490,14 +506,14 @@ def _read_stages(graph: Graph, text: str, bounds: Sequence[tuple[int, int]] | No
     parts = _parts_by_stage(text)
     if bounds is None:
         raise PlanError(
-            f"{text!r} names stages, but the cuts of the model are not known here. Give one word, or layers as 0:12."
+            f"{text!r} names stages, but here the model is not cut into stages. Give one word, or layers as 0:12."
         )
     found = Recompute()
     for word, first, last in parts:
         if last > len(bounds):
             raise PlanError(
-                f"{text!r} says which stages recompute, but names stage {last - 1}, and the plan has stages "
-                f"0 to {len(bounds) - 1}. Name stages of the plan."
+                f"{text!r} chooses what stages recompute, but names stage {last - 1}, and the plan has stages 0 to "
+                f"{len(bounds) - 1}. Name stages of the plan."
             )
         start, stop = graph.layers[bounds[first][0]].start, graph.layers[bounds[last - 1][1] - 1].stop
         more = _within(graph, word, start, stop)

@@ -1,4 +1,4 @@
-"""Scaling: the number of a deployment's devices follows the arrivals."""
+"""Scaling: the number of running devices of a deployment follows the arrivals."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """Devices are started and released, between ``minimum`` and ``maximum`` (all of the deployment).
+    """Start and release devices as arrivals change, between ``minimum`` and ``maximum`` running devices.
 
-    The run starts with ``minimum`` devices. ``start``: the time to start a device in the simulator; a server's devices
-    take their real time. The number is decided again after each ``every``. ``target``: the share of requests to answer
-    in time: the closer to 1, the more spare devices for bursts. Devices are released after fewer have been enough for
-    the time ``calm``.
+    ``maximum`` None means all devices of the deployment. A run starts with ``minimum`` devices. ``start`` is the time
+    to start a device in the simulator; a server's devices take their real time. The number of devices is chosen again
+    every ``every``. ``target`` is the share of requests to answer in time: the closer to 1, the more spare devices are
+    kept for bursts. Devices are released after fewer devices would have sufficed for the time ``calm``.
     """
 
     minimum: int = 1
@@ -42,7 +42,7 @@ class Scaling:
 
 
 def check_scaling(deployment: Deployment) -> None:
-    """Raise ServingError for impossible numbers of devices, and for scaling combined with groups."""
+    """Raise ServingError if ``minimum`` or ``maximum`` are out of range, or if the deployment also has groups."""
     scaling = deployment.scaling
     if scaling is None:
         return

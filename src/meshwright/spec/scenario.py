@@ -1,19 +1,19 @@
-"""Scenario: changes of a cluster and events of a run on it, as a list of small effects that apply in order.
+"""Scenario: changes of a cluster, and events during a run on it, as a list of effects that apply in order.
 
     SlowDevice       devices compute slower, for good or for a while
-    OtherDevice      devices are of another kind
+    OtherDevice      devices are replaced by another kind
     DeviceMemory     devices have more or less memory
     SlowLink         links have another bandwidth or latency, for good or for a while
     NetworkCards     nodes have more or fewer NICs, which their devices share
     Oversubscription racks whose uplinks carry less than their NICs
     Jitter           every computation or transfer takes its time times a random factor
     LostDevice       devices are missing for a while
-    Failures         devices or nodes fail at random, or at given moments
-    Checkpoints      how the state is saved, and the cost to resume from it
-    Price            money per hour
+    Failures         devices or nodes fail at random, or at given times
+    Checkpoints      how often the training state is saved, and what saving and resuming cost
+    Price            money per hour of devices or nodes
 
-Effects are facts; `meshwright.simulator.scenarios` applies them. Quantities have units (`spec.units`), devices and
-links are selected by short strings (`spec.selectors`). All random choices follow from ``seed``.
+`meshwright.simulator.scenarios` applies the effects. Quantities have units (`spec.units`); devices and links are
+selected by short texts (`spec.selectors`). All random choices follow from ``seed``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def _check_while(kind: str, since: float, until: float | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowDevice:
-    """Computations on ``devices`` take ``factor`` times as long, from ``since`` to ``until`` of the run."""
+    """Computations on ``devices`` take ``factor`` times as long, from time ``since`` to ``until`` of the run.
+
+    Without ``until``, they take longer to the end.
+    """
 
     KIND: ClassVar = "slow-device"
     devices: Devices
@@ -64,7 +67,7 @@ class SlowDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherDevice:
-    """Devices are of another shipped kind; the links of their nodes stay."""
+    """``devices`` are replaced by the shipped device kind ``device``; the links of their nodes do not change."""
 
     KIND: ClassVar = "other-device"
     devices: Devices
@@ -73,7 +76,7 @@ class OtherDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Devices have the given amount of memory."""
+    """``devices`` have ``memory`` bytes of memory each."""
 
     KIND: ClassVar = "device-memory"
     memory: Bytes
@@ -85,9 +88,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowLink:
-    """Links get another bandwidth or latency, or both become ``factor`` times as slow, or several of these.
+    """``links`` get another ``bandwidth`` or ``latency``, or become ``factor`` times as slow in both.
 
-    The change holds from ``since`` to ``until`` of the run.
+    At least one of the three is given; they can be combined. The change holds from ``since`` to ``until`` of the run.
     """
 
     KIND: ClassVar = "slow-link"
@@ -107,7 +110,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkCards:
-    """Every node has this number of NICs, which its devices share."""
+    """Every node has ``num_nics`` NICs, which its devices share."""
 
     KIND: ClassVar = "network-cards"
     num_nics: int
@@ -118,7 +121,10 @@ class NetworkCards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oversubscription:
-    """The uplinks of each rack carry the bandwidth of all its NICs divided by ``ratio``."""
+    """Racks of ``nodes_per_rack`` nodes, whose uplinks have the bandwidth of all NICs of the rack divided by ``ratio``.
+
+    ``latency`` is that of an uplink.
+    """
 
     KIND: ClassVar = "oversubscription"
     nodes_per_rack: int
@@ -131,10 +137,11 @@ class Oversubscription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jitter:
-    """Times are multiplied by exp(``spread`` · N(0, 1)), and with some probability by ``straggler_factor`` as well.
+    """Times on ``devices`` are multiplied by a random factor exp(``spread`` · N(0, 1)).
 
-    A factor is drawn for every instruction, or one for all computations of a device in a step. A gradient reduction
-    has one factor for all its members.
+    With ``straggler_probability``, a time is multiplied by ``straggler_factor`` as well. ``of`` selects computations,
+    transfers or both. ``per`` "instruction" draws a factor for every instruction, "step" one for all computations of a
+    device in a step. A gradient reduction has one factor for all its ranks.
     """
 
     KIND: ClassVar = "jitter"
@@ -156,9 +163,9 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostDevice:
-    """Devices are missing from ``since`` to ``until`` of the run; without an end they do not return.
+    """``devices`` are missing from time ``since`` to ``until`` of the run; without ``until`` they do not return.
 
-    Meanwhile the run waits, or continues with a new plan for the other devices.
+    Meanwhile the run waits (``then`` "wait"), or continues with a new plan for the other devices ("replan").
     """
 
     KIND: ClassVar = "lost-device"
@@ -173,10 +180,11 @@ class LostDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Every device, or every node, fails after a random time and returns after ``repair``; or at given ``times``.
+    """Devices or nodes (``of``) fail, at random or at given times, and return after the time ``repair``.
 
-    ``mttf`` is the mean time to failure of one of them, exponentially distributed, or by Weibull's law with ``shape``
-    (below 1: early failures are more frequent). ``times`` are moments of the run at which something fails.
+    Either ``mttf`` is given, the mean time to failure of one device or node: times to failure are exponentially
+    distributed, or by Weibull's law with ``shape`` (below 1: early failures are more frequent). Or ``times`` lists the
+    times of the run at which a device or node fails.
     """
 
     KIND: ClassVar = "failures"
@@ -194,10 +202,10 @@ class Failures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """The state is saved after every ``interval`` of work, by default the interval that loses the least time.
+    """The training state is saved after every ``interval`` of work; by default, after the interval that costs least.
 
-    Saving takes ``cost``, or the size of the state divided by ``bandwidth``, during which nothing is computed. After a
-    failure come ``detection``, the repair, and ``restart``; then work continues from the last checkpoint.
+    Saving takes the time ``cost``, or the size of the state divided by ``bandwidth``; nothing is computed meanwhile.
+    After a failure, the times ``detection``, repair and ``restart`` pass; then work continues from the last checkpoint.
     """
 
     KIND: ClassVar = "checkpoints"
@@ -211,13 +219,16 @@ class Checkpoints:
         _check(self.KIND, interval=(1e-6, self.interval, 1e12), bandwidth=(1, self.bandwidth, 1e18))
         if (self.cost is None) == (self.bandwidth is None):
             raise ScenarioError(
-                f"{self.KIND}: give either cost, the time to save the state, or bandwidth, that of the storage."
+                f"{self.KIND}: give either cost (the time to save the state) or bandwidth (that of the storage)."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """The price of a device or a node per hour; ``kind`` names the kind that it applies to."""
+    """The price of a device or a node (``of``) per hour.
+
+    ``device`` names the kind of device to which the price applies; by default it applies to all kinds.
+    """
 
     KIND: ClassVar = "price"
     per_hour: float
@@ -251,9 +262,9 @@ Effect = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Effects in the order in which they apply, and the seed of random choices.
+    """Effects in the order in which they apply, and the ``seed`` of random choices.
 
-    ``origins``: the file of each effect and its number there, for messages; empty if not read from files.
+    ``origins`` has the file of each effect and its number in that file, for messages; empty without files.
     """
 
     name: str = ""
@@ -269,7 +280,7 @@ class Scenario:
             raise ScenarioError(f"seed is {self.seed}; expected a whole number, 0 to 2^63 - 1.")
 
     def effects_of(self, *kinds: type[T]) -> tuple[T, ...]:
-        """Return the effects of some kinds, in order."""
+        """Return the effects that are instances of ``kinds``, in order."""
         return tuple(effect for effect in self.effects if isinstance(effect, kinds))
 
     def moments(self) -> list[float]:
@@ -279,20 +290,20 @@ class Scenario:
         return sorted({0.0, *map(float, ends), *(float(effect.since) for effect in timed)})
 
     def only(self, *kinds: type[object]) -> Scenario:
-        """Return the scenario with only its effects of some kinds."""
+        """Return the scenario with only those effects that are instances of ``kinds``."""
         kept = [place for place, effect in enumerate(self.effects) if isinstance(effect, kinds)]
         copy = replace(self, effects=tuple(self.effects[place] for place in kept))
         return copy.read_from([self.origins[place] for place in kept] if self.origins else ())
 
     def read_from(self, origins: Sequence[str]) -> Scenario:
-        """Return the scenario with ``origins`` set."""
+        """Return a copy of the scenario with ``origins`` set."""
         copy = replace(self)
         object.__setattr__(copy, "origins", tuple(origins))
         return copy
 
     @contextmanager
     def naming(self, place: int, key: str) -> Iterator[None]:
-        """Add to a ScenarioError raised in the block the effect and the key that it is about."""
+        """Prefix the message of a ScenarioError raised in the block with effect number ``place`` and its ``key``."""
         try:
             yield
         except ScenarioError as error:
@@ -304,7 +315,7 @@ class Scenario:
 
 
 def compose(scenarios: Sequence[Scenario]) -> Scenario:
-    """Combine scenarios into one: their effects in sequence, and the seed of the last one that has one."""
+    """Combine scenarios into one: all effects in sequence, and the seed of the last scenario that has a seed."""
     seeds = [scenario.seed for scenario in scenarios if scenario.seed is not None]
     origins = [
         scenario.origins[place] if scenario.origins else f"{scenario.name or 'scenario'}.effects[{place}]"
@@ -319,7 +330,7 @@ def compose(scenarios: Sequence[Scenario]) -> Scenario:
 
 
 def load_scenario(reference: str | Path) -> Scenario:
-    """Read a scenario: a TOML or JSON file, or the name of a shipped one.
+    """Read a scenario from a TOML or JSON file, or a shipped scenario by its name.
 
     Raises DocumentError or ScenarioError, naming the file and the key, for an invalid file.
     """
@@ -341,7 +352,7 @@ def load_scenarios(references: Sequence[str] | None) -> Scenario:
 
 
 def shipped_scenarios() -> tuple[str, ...]:
-    """Return names of the scenarios that come with Meshwright."""
+    """Return the names of the scenarios that ship with Meshwright, sorted."""
     folder = resources.files("meshwright.spec") / "scenarios"
     return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
 

@@ -1,7 +1,8 @@
-"""The named schedules: one row for each, with the facts that the planner, the simulator and the playground ask for.
+"""The named schedules: a table of the properties that the planner, the simulator and the playground use.
 
-A new one is a row here and a function in `program.schedules` that writes its orders (`writes_orders`), or, if it is
-asynchronous, its rules in `program.schedules.asynchronous`. Planner and simulator then bound and fold it by this row.
+A new schedule needs a row here and a function in `program.schedules` that writes its orders (`writes_orders`) or, if it
+is asynchronous, its rules in `program.schedules.asynchronous`. The planner's bounds and the simulator's shortcuts for
+equal pipelines follow from the row.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ StageLayout = Literal["single", "in turn", "v", "bidirectional"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFacts:
-    """What a schedule's name implies.
+    """The properties of a named schedule.
 
-    ``layout``: the stages on a rank. ``in_flight``: the microbatches between a stage's forward and the gradient of its
-    input: ``all``, 1F1B's number (``1f1b``; with several stages on a rank, that of interleaved 1F1B), or the
-    schedule's ``own``, which only its orders show. ``splits_backward``: gradients of weights are computed apart from
-    those of inputs.
-    ``is_asynchronous``: each microbatch is a minibatch, and weights change while others are in flight.
+    ``layout``: which stages a rank holds. ``in_flight``: how many microbatches of a stage are between their forward and
+    the gradient of the stage's input: ``all``; the number of 1F1B (``1f1b``; with several stages on a rank, of
+    interleaved 1F1B); or a number of its ``own``, which only the schedule's orders show. ``splits_backward``: gradients
+    of weights are computed separately from gradients of inputs. ``is_asynchronous``: each microbatch is a minibatch
+    with its own update, so weights change while other microbatches are in flight.
     """
 
     layout: StageLayout
@@ -48,7 +49,7 @@ NAMED_SCHEDULES = {
 
 
 def layout_of(schedule: str) -> StageLayout:
-    """Return the layout of a named schedule; a user's own one is planned with one stage on a rank."""
+    """Return which stages a rank holds under a schedule; a user's own schedule is planned with one stage per rank."""
     return NAMED_SCHEDULES[schedule].layout if schedule in NAMED_SCHEDULES else "single"
 
 

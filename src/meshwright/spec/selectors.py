@@ -1,4 +1,4 @@
-"""Select devices and links of a cluster for a scenario: short texts that are checked when they are read.
+"""Select devices (`Devices`) and links (`Links`) of a cluster for a scenario by short texts, checked when read.
 
     devices   all · rank 5 · ranks 0-3,8 · node 1 · nodes 0-2 · kind A100 · every 4th · every 4th from 1 · 3 at random
     links     inside nodes · inside node 1 · between nodes · of node 1 · between node 0 and node 1
@@ -67,19 +67,19 @@ class _Selector:
             raise ScenarioError(f"{self._refusal(self.text)}.")
 
     def encode_scalar(self) -> str:
-        """The text."""
+        """Return the text."""
         return self.text
 
     @classmethod
     def decode_scalar(cls, data: Any) -> Self:
-        """Parse the text; ValueError if it has none of the forms."""
+        """Parse the text. Raises ValueError if it has none of the expected forms."""
         if not isinstance(data, str) or not any(form.fullmatch(data) for form in cls.FORMS):
             raise ValueError(cls._refusal(data))
         return cls(data)
 
     @classmethod
     def _refusal(cls, data: Any) -> str:
-        return f"{data!r} selects nothing; expected {cls.EXPECTED}"
+        return f"{data!r} is not a selection; expected {cls.EXPECTED}"
 
     def _read(self) -> dict[str, str]:
         match = next(found for form in self.FORMS if (found := form.fullmatch(self.text)))
@@ -88,7 +88,7 @@ class _Selector:
 
 @dataclass(frozen=True, slots=True)
 class Devices(_Selector):
-    """Some devices of a cluster."""
+    """A selection of devices of a cluster, as text: ``ranks 0-3,8``, ``kind A100``, ``3 at random``."""
 
     FORMS: ClassVar = _DEVICES
     EXPECTED: ClassVar = (
@@ -96,7 +96,10 @@ class Devices(_Selector):
     )
 
     def select(self, cluster: Cluster, seed: Sequence[int]) -> tuple[int, ...]:
-        """Ranks, ascending; ``seed`` is for a random choice. Raises ScenarioError if the cluster lacks them."""
+        """Return the selected ranks, ascending. ``seed`` (numpy's) determines a random choice.
+
+        Raises ScenarioError if the cluster does not have such devices.
+        """
         match self._read():
             case {"ranks": text}:
                 return _numbers(self.text, text, cluster.num_ranks, "ranks", cluster.name)
@@ -121,7 +124,7 @@ class Devices(_Selector):
 
 @dataclass(frozen=True, slots=True)
 class Links(_Selector):
-    """Some links of a cluster."""
+    """A selection of links of a cluster, as text: ``inside nodes``, ``between node 0 and node 1``, ``to hosts``."""
 
     FORMS: ClassVar = _LINKS
     EXPECTED: ClassVar = (
@@ -130,22 +133,28 @@ class Links(_Selector):
     )
 
     def select(self, cluster: Cluster) -> tuple[Way, tuple[int, ...]]:
-        """Return the kind of links, and their nodes. Raises ScenarioError if the cluster lacks such links."""
+        """Return the kind of the selected links, and the indices of their nodes (none for links between racks).
+
+        Kinds: "inside" nodes, "between" nodes (NICs), "path" between two nodes, between "racks", to "hosts". Raises
+        ScenarioError if the cluster does not have such links.
+        """
         every = tuple(range(len(cluster.nodes)))
         match self._read():
             case {"first": first, "second": second}:
                 ends = *find_nodes(self.text, first, cluster), *find_nodes(self.text, second, cluster)
                 if len(set(ends)) != 2:
-                    _refuse(self.text, "has links between two nodes only", cluster.name)
+                    _refuse(self.text, "has such links only between two different nodes", cluster.name)
                 return "path", ends
             case {"what": "inside", **rest}:
                 nodes = find_nodes(self.text, rest["nodes"], cluster) if "nodes" in rest else every
                 found = tuple(index for index in nodes if cluster.nodes[index].num_devices > 1)
-                return "inside", found or _refuse(self.text, "has only one device on each of them", cluster.name)
+                return "inside", found or _refuse(self.text, "has only one device on each of these nodes", cluster.name)
             case {"what": "between racks"}:
                 if cluster.racks is None:
                     _refuse(
-                        self.text, "has no racks; an effect of kind 'oversubscription' before makes some", cluster.name
+                        self.text,
+                        "has no racks; an effect of kind 'oversubscription' before this one adds them",
+                        cluster.name,
                     )
                 return "racks", ()
             case {"what": "to hosts"}:
@@ -159,7 +168,10 @@ class Links(_Selector):
 
 
 def find_nodes(selector: str, text: str, cluster: Cluster) -> tuple[int, ...]:
-    """Return nodes by number or name, ascending. Raises ScenarioError for a node that the cluster lacks."""
+    """Return the indices, ascending, of the nodes that ``text`` gives by numbers (``0-2,5``) or by a name.
+
+    Raises ScenarioError, which names ``selector``, for a node that the cluster does not have.
+    """
     names = [node.name for node in cluster.nodes]
     if re.fullmatch(_LIST, text):
         return _numbers(selector, text, len(names), "nodes", cluster.name)

@@ -20,12 +20,15 @@ _check = partial(check_bounds, ServingError)
 class Server:
     """The address and limits of a server.
 
-    HTTP is answered at ``port``, and gRPC at ``grpc_port`` unless ``grpc`` is false.
-    ``fronts`` are frontend processes that read requests; ``device`` is where workers run: ``cpu``, or ``cuda`` for one
-    GPU each. ``tensor_bytes`` bounds the memory of requests in service, per frontend and model. A request's body has at
-    most ``body_bytes`` and its headers ``header_bytes``; it must arrive within ``receive`` seconds, and a connection
-    may be idle for ``idle``. Requests may set deadlines up to ``longest_deadline``. A worker that computes one batch
-    for ``stuck``, and much longer than expected, is killed and restarted.
+    The server listens for HTTP at ``port``, for gRPC at ``grpc_port`` unless ``grpc`` is false, and for metrics at
+    ``admin_port`` (always on 127.0.0.1). ``fronts`` is the number of frontend processes, which read requests.
+    ``device`` is the device of workers: ``cpu``, or ``cuda`` for one GPU each.
+
+    ``tensor_bytes`` limits the shared memory of requests in flight, per frontend and model. A request's body has at
+    most ``body_bytes`` and its headers ``header_bytes``; it must arrive within ``receive`` seconds. A connection may be
+    idle for ``idle`` seconds. Each frontend keeps at most ``connections`` HTTP connections open. Requests may set
+    deadlines up to ``longest_deadline``. A worker that computes one batch for longer than ``stuck``, and much longer
+    than expected, is killed and restarted.
     """
 
     host: str = "127.0.0.1"
@@ -48,7 +51,8 @@ class Server:
         what = "A server"
         if not self.host.strip():
             raise ServingError(
-                "A server's host is empty; expected an address; 0.0.0.0 stands for all addresses of this machine."
+                "A server's host is empty; expected an address, such as 127.0.0.1; 0.0.0.0 stands for all addresses of "
+                "this machine."
             )
         for name in ("port", "grpc_port", "admin_port"):
             _check(what, **{name: (0, getattr(self, name), 65_535)})

@@ -1,6 +1,6 @@
 """Graphs that ship with Meshwright: every model of the zoo, captured for training, readable without torch.
 
-``spec/graphs/NAME.json.gz`` is the graph of zoo name NAME in the sizes of its own shape file; symbolic in the batch
+``spec/graphs/NAME.json.gz`` is the graph of the zoo model NAME with the sizes of its shape file, symbolic in the batch
 size. `scripts/renew_graphs.py` writes the files, and a test captures the models again and compares content hashes.
 """
 
@@ -25,23 +25,26 @@ MAX_UNPACKED_BYTES = 64 * 2**20
 
 @cache
 def shipped_graphs() -> tuple[str, ...]:
-    """Return names of the models whose graphs ship with Meshwright."""
+    """Return the names of the models whose graphs ship with Meshwright, sorted."""
     folder = resources.files("meshwright.spec") / "graphs"
     return tuple(sorted(item.name.removesuffix(SUFFIX) for item in folder.iterdir() if item.name.endswith(SUFFIX)))
 
 
 def load_shipped_graph(name: str) -> Graph:
-    """Return the training graph of a shipped model; raises ModelReferenceError for a name that is not shipped."""
+    """Return the training graph of a shipped model. Raises ModelReferenceError for a name that is not shipped."""
     if name not in shipped_graphs():
         raise ModelReferenceError(
-            f"No graph of a model {name!r} is shipped{suggest(name, shipped_graphs())}. Give a shipped name."
+            f"No graph of a model {name!r} is shipped{suggest(name, shipped_graphs())}. Give a shipped model's name."
         )
     source = resources.files("meshwright.spec") / "graphs" / f"{name}{SUFFIX}"
     return decode_document(Graph, parse_data(unpack(source.read_bytes(), source.name), Path(source.name)), source.name)
 
 
 def unpack(packed: bytes, where: str) -> bytes:
-    """Return the content of a gzip file; DocumentError if it is damaged or unpacks to more than MAX_UNPACKED_BYTES."""
+    """Return the unpacked content of a gzip file; messages name the file as ``where``.
+
+    Raises DocumentError if it is damaged or unpacks to more than `MAX_UNPACKED_BYTES`.
+    """
     unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)  # 16 +: a gzip header
     try:
         content = unpacker.decompress(packed, MAX_UNPACKED_BYTES)
@@ -54,5 +57,5 @@ def unpack(packed: bytes, where: str) -> bytes:
 
 
 def pack(text: str) -> bytes:
-    """Gzip without a time stamp, so that equal graphs make equal files."""
+    """Return ``text`` as gzip data without a time stamp, so that equal graphs make equal files."""
     return gzip.compress(text.encode("utf-8"), compresslevel=9, mtime=0)

@@ -1,11 +1,11 @@
-"""What a stage needs and what passes between stages, if a graph is cut at layer boundaries.
+"""Cut a graph into stages at layer boundaries: the ops and state of each stage, and the values sent between stages.
 
-This is the only place that computes a cut: the program sends what is listed here, the cost model counts its bytes, and
-the runtime passes exactly these feeds and fetches to `capture.part`.
+Only this module computes cuts: programs send the tensors listed here, the cost model counts their bytes, and the
+runtime passes exactly these inputs and outputs to `capture.part`.
 
-Rules: values that are `replicable` are recomputed in each stage instead of sent; a value used by several later stages
-is sent directly from its producer to each of them; the state of the random number generator is passed along the stages
-that draw random numbers, so that dropout depends neither on the cut nor on the schedule.
+Rules: results of `replicable` ops are computed in each stage that needs them instead of sent. A value that several
+later stages read is sent directly from its producer to each of them. The state of the random number generator is sent
+along the stages that draw random numbers, so that dropout depends neither on the cut nor on the schedule.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ RNG_STATE_BYTES = 5056
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """Values that stage ``source`` sends to the later stage ``target`` for each microbatch.
+    """The ``tensors`` (ids) that stage ``source`` sends to the later stage ``target`` for each microbatch.
 
-    Gradients return the same way: ``gradients`` are those of ``tensors`` that require gradients. ``carries_rng``: the
-    generator's state is sent with them.
+    ``gradients`` are the tensors among them whose gradients ``target`` sends back. ``carries_rng``: the state of the
+    random number generator is sent with the tensors.
     """
 
     source: int
@@ -42,21 +42,26 @@ class Channel:
     carries_rng: bool = False
 
     def forward_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
-        """Return bytes of one microbatch's activations on this channel (``float_bytes``: see `Tensor.num_bytes`)."""
+        """Return the bytes that one microbatch sends forward, for a microbatch of ``batch_size`` samples.
+
+        ``float_bytes`` is as in `Tensor.num_bytes`.
+        """
         values = sum(graph.tensors[i].num_bytes(batch_size, float_bytes) for i in self.tensors)
         return values + (RNG_STATE_BYTES if self.carries_rng else 0)
 
     def backward_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
-        """Return bytes of one microbatch's gradients on this channel."""
+        """Return the bytes of gradients that one microbatch sends back; arguments as in `forward_bytes`."""
         return sum(graph.tensors[i].num_bytes(batch_size, float_bytes) for i in self.gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSlice:
-    """One stage of a cut graph: its ops, its state, and what it reads and yields.
+    """One stage of a cut graph: its ops, its parameters and buffers, and the tensors that it reads and makes.
 
-    ``ops`` are in graph order, replicated ones included. ``inputs`` are graph inputs it reads itself, ``outputs`` graph
-    outputs it yields. ``draws_random``: it draws random numbers. ``has_backward``: something in it requires a gradient.
+    ``ops`` are ids in graph order, including `replicable` ops that other stages compute as well. ``inputs`` are the
+    graph inputs that the stage reads, ``outputs`` the graph outputs that it makes. ``incoming`` and ``outgoing`` are
+    its channels from and to other stages. ``draws_random``: an op of the stage draws random numbers. ``has_backward``:
+    a tensor of the stage requires a gradient.
     """
 
     index: int
@@ -72,7 +77,7 @@ class StageSlice:
 
 
 def slice_graph(graph: Graph, bounds: Sequence[tuple[int, int]]) -> tuple[StageSlice, ...]:
-    """Cut ``graph`` into stages of layers ``start:stop``.
+    """Cut ``graph`` into stages; ``bounds`` are the layers (start, stop) of each.
 
     Raises PlanError unless the bounds cover all layers in order.
     """
@@ -94,7 +99,10 @@ def _slice_graph(graph: Graph, bounds: tuple[tuple[int, int], ...]) -> tuple[Sta
 
 
 def check_bounds(graph: Graph, bounds: Sequence[tuple[int, int]]) -> None:
-    """Raise PlanError unless the bounds are non-empty, contiguous and cover every layer."""
+    """Raise PlanError unless ``bounds``, the layers (start, stop) of each stage, are valid.
+
+    They have to be non-empty and contiguous, cover every layer, and not cut through a recomputed range.
+    """
     position = 0
     for stage, (start, stop) in enumerate(bounds):
         if start != position or stop <= start or stop > len(graph.layers):
@@ -114,8 +122,8 @@ def check_bounds(graph: Graph, bounds: Sequence[tuple[int, int]]) -> None:
         for start, stop in graph.recompute:
             if start < cut < stop:
                 raise PlanError(
-                    f"Stage {stage} starts with layer {layer}, inside the ops {start}:{stop}, which are recomputed "
-                    "together. Cut elsewhere, or recompute layers one by one."
+                    f"Stage {stage} starts with layer {layer}, inside the range of ops {start}:{stop}, which is "
+                    "recomputed as a whole. Cut elsewhere, or recompute layers one by one."
                 )
 
 

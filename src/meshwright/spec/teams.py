@@ -1,16 +1,17 @@
-"""Teams: neighbouring devices that hold one replica of a stage together, as the ranks of a smaller cluster.
+"""Teams: groups of neighbouring devices that compute one replica of a stage together; each team is one rank of a plan.
 
-If ops are split over w devices (tensor · context · expert), these compute as one: each has its share of every op, and
-they wait for each other at every exchange. So a plan, its program and its timeline number teams: rank r is the devices
-r·w ... r·w + w - 1. The cluster of teams gives for each rank the facts of one of its devices:
+If ops are split over w devices (tensor · context · expert), these devices form a team: each computes a part of every
+op, and they wait for each other at every collective. A plan, its program and its timeline number teams: rank r is the
+devices r·w ... r·w + w - 1. In the cluster of teams (`team_cluster`), each rank has the properties of one of its
+devices:
 
     device       the slowest of the team, with the least memory
-    device link  the node's own: the w messages between two teams of a node have links of their own
+    device link  that of the node: each of the w messages between two teams of a node has a link of its own
     NICs         the w messages of a team share the team's NICs, so each gets a part of their bandwidth;
                  uplinks of racks and paths between nodes likewise
-    host         the share of each of the w devices in host memory, its bandwidth and the drives
+    host         host memory, its bandwidth and the drives, divided by the w devices
 
-A team lies within a node, or covers whole nodes.
+A team lies within one node, or covers whole nodes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from meshwright.spec.units import format_bytes
 
 
 def team_cluster(cluster: Cluster, width: int) -> Cluster:
-    """Return the cluster whose ranks are teams of ``width`` devices.
+    """Return the cluster whose ranks are teams of ``width`` devices of ``cluster``.
 
-    Raises ClusterError if teams do not fit the nodes.
+    Raises ClusterError if teams neither divide nodes nor cover whole nodes (or racks).
     """
     if width == 1:
         return cluster
@@ -100,8 +101,8 @@ def _team_path(cluster: Cluster, path: NodePath, width: int) -> NodePath:
     ends = path.nodes[0] // covered, path.nodes[1] // covered
     if ends[0] == ends[1]:
         raise ClusterError(
-            f"Teams of {width} devices cover nodes {path.nodes[0]} and {path.nodes[1]}, which have a path of their "
-            "own between them; expected teams on one side of it. Choose smaller axes."
+            f"Teams of {width} devices cover nodes {path.nodes[0]} and {path.nodes[1]}, but the cluster has a separate "
+            "path between these nodes; expected teams that do not contain a path. Choose smaller axes."
         )
     return NodePath(nodes=ends, link=_slower([path.link], share=1.0 / width))
 

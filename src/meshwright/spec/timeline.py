@@ -1,10 +1,9 @@
-"""Timeline: when every instruction ran, predicted by the simulator or measured by the runtime.
+"""Timeline: start and end of every instruction, predicted by the simulator or measured by the runtime.
 
-Predicted and measured timelines have the same tracks and span names.
+Predicted and measured timelines have the same tracks and span names. Times are int64 picoseconds from the start of the
+first step. The columns ``memory_*`` hold the bytes in use on a rank at every change.
 
-Times are int64 picoseconds from the start of the step. ``memory_*`` sample the bytes in use per rank at every change.
-
-`OpSpans` list the ops inside the computations of a timeline.
+`OpSpans` lists the ops inside the computations of a timeline.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from meshwright.spec.units import format_bytes, format_seconds, to_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """Spans as columns.
+    """The spans of instructions, as columns; one track for each stream of a rank.
 
-    Span i is on track ``track[i]`` (an index into ``tracks``), from ``start_ps[i]`` to ``end_ps[i]``.
-    ``step`` numbers the repetitions of the program's body. ``peak_memory_bytes`` has one entry per rank (empty if not
-    known), as has ``reserved_memory_bytes``, the bytes that a GPU's allocator reserved on the device.
+    Span i is on the track ``tracks[track[i]]``, from ``start_ps[i]`` to ``end_ps[i]``. ``opcode``, ``stage``,
+    ``microbatch``, ``peer`` and ``num_bytes`` are as in a `Program`. ``step`` numbers the repetitions of the program's
+    body. ``peak_memory_bytes`` has one entry per rank; it is empty if unknown. So is ``reserved_memory_bytes``, the
+    bytes that a GPU's allocator reserved on the device. Raises DocumentError if the columns contradict each other.
     """
 
     origin: Literal["predicted", "measured"]
@@ -67,7 +67,7 @@ class Timeline:
             )
         if any(not 0 <= stream.rank < self.num_ranks for stream in self.tracks):
             raise DocumentError(
-                f"The timeline has tracks of ranks other than its {self.num_ranks}; write the timeline again."
+                f"The timeline is of {self.num_ranks} ranks, but has tracks of other ranks; write the timeline again."
             )
         for what, known in (("memory peaks", self.peak_memory_bytes), ("reserved sizes", self.reserved_memory_bytes)):
             if len(known) not in (0, self.num_ranks):
@@ -82,7 +82,9 @@ class Timeline:
         ):
             values = getattr(self, name)
             if len(values) and not (values.min() >= 0 and values.max() < high):
-                raise DocumentError(f"The timeline's column {name} leaves 0..{high - 1}; write the timeline again.")
+                raise DocumentError(
+                    f"The timeline's column {name} has values outside 0..{high - 1}; write the timeline again."
+                )
         if bool((self.end_ps < self.start_ps).any()):
             raise DocumentError("The timeline has spans that end before they start; write the timeline again.")
 
@@ -96,7 +98,7 @@ class Timeline:
 
     @property
     def num_spans(self) -> int:
-        """Number of spans."""
+        """Number of spans of the timeline."""
         return len(self.track)
 
     @property
@@ -105,7 +107,7 @@ class Timeline:
         return to_seconds(int(self.end_ps.max())) if self.num_spans else 0.0
 
     def name(self, index: int) -> str:
-        """Name of one span."""
+        """Return the name of span number ``index``, such as ``F0.3``."""
         return instruction_name(
             int(self.opcode[index]), int(self.stage[index]), int(self.microbatch[index]), int(self.peer[index])
         )
@@ -145,9 +147,9 @@ class Timeline:
         return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
 
     def step_seconds(self) -> NDArray[np.float64]:
-        """Return seconds of each step, shape (num_steps,).
+        """Return the seconds of each step, shape (num_steps,).
 
-        Each is from the end of the step before (0 for the first) to the end of its last span, over all ranks.
+        A step lasts from the end of the previous step (time 0 for the first) to the end of its last span on any rank.
         """
         if not self.num_spans:
             return np.zeros(0)
@@ -156,7 +158,7 @@ class Timeline:
         return np.diff(ends, prepend=0) / 1e12
 
     def busy_seconds(self) -> NDArray[np.float64]:
-        """Return seconds that each rank's compute stream is busy, shape (num_ranks,)."""
+        """Return the seconds in which each rank's compute stream is busy, shape (num_ranks,)."""
         ranks = np.array([stream.rank for stream in self.tracks], np.int64)
         compute = np.array([stream.name == "compute" for stream in self.tracks], bool)
         mine = compute[self.track]
@@ -165,17 +167,17 @@ class Timeline:
         return busy
 
     def bubble_fraction(self) -> float:
-        """Share of device time during which the compute streams are idle."""
+        """Return the share (0..1) of all ranks' time in which their compute streams are idle."""
         total = self.duration_s * self.num_ranks
         return max(1.0 - float(self.busy_seconds().sum()) / total, 0.0) if total else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpSpans:
-    """Parts of spans of a timeline, in order of the spans and of time; each column of shape (n,).
+    """The ops inside spans of a timeline, in the order of spans and of time; each column has the shape (num_parts,).
 
-    Part i is inside span ``span[i]`` of the timeline and is called ``names[op[i]]``; the parts of a span follow each
-    other without gaps and fill it.
+    Part i is an op called ``names[op[i]]`` inside span ``span[i]`` of the timeline. The parts of a span follow each
+    other without gaps and fill the span.
     """
 
     span: NDArray[np.int64]
@@ -186,9 +188,9 @@ class OpSpans:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts."""
+        """Number of parts of all spans."""
         return len(self.span)
 
     def name(self, index: int) -> str:
-        """Name of one part."""
+        """Return the name of part number ``index``."""
         return self.names[int(self.op[index])]

@@ -1,7 +1,7 @@
-"""Units: SI base units inside, readable units only in output; quantities with their unit as text (`Seconds`, `Bytes`).
+"""Units: SI base units internally, readable units in output; quantities read with their units (`Seconds`, `Bytes`).
 
-Simulated time is int64 picoseconds, so that "equal" means equal; everything else is float seconds, int bytes, int
-floating-point operations.
+Simulated time is int64 picoseconds, so that comparisons are exact. Other times are float seconds; bytes and
+floating-point operations are whole numbers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class _Quantity(float):
     EXAMPLES: ClassVar[str] = ""
 
     def encode_scalar(self) -> str:
-        """The text that parses to the same number."""
+        """Return a text that parses to the same number: ``0.25 s``."""
         number = repr(float(self)).removesuffix(".0")
         return f"{number} {next(iter(self.UNITS))}"
 
     @classmethod
     def decode_scalar(cls, data: Any) -> Self:
-        """Parse a string like those in EXAMPLES. Raises ValueError, which says what is expected."""
+        """Parse a text such as those in ``EXAMPLES``. Raises ValueError, whose message says what is expected."""
         expected = f"expected {cls.WORD} with its unit, as {cls.EXAMPLES}"
         if isinstance(data, int | float) and not isinstance(data, bool):
             raise ValueError(f"{data} has no unit; {expected}")
@@ -58,7 +58,7 @@ class _Quantity(float):
 
 
 class Seconds(_Quantity):
-    """A time in seconds."""
+    """A time in seconds, read from a text with its unit: ``8 h``, ``250 us``."""
 
     UNITS: ClassVar = {
         "s": 1.0,
@@ -75,15 +75,15 @@ class Seconds(_Quantity):
 
 
 class Bytes(_Quantity):
-    """A number of bytes."""
+    """A number of bytes, read from a text with its unit: ``80 GiB``, ``500 GB``."""
 
     UNITS: ClassVar = _BYTES
-    WORD: ClassVar = "bytes"
+    WORD: ClassVar = "a number of bytes"
     EXAMPLES: ClassVar = '"80 GiB" or "500 GB"'
 
 
 class BytesPerSecond(_Quantity):
-    """A bandwidth in bytes per second; ``Gbit/s`` as network cards are sold."""
+    """A bandwidth in bytes per second, read from a text with its unit: ``25 GB/s``, ``200 Gbit/s``."""
 
     UNITS: ClassVar = {f"{unit}/s": factor for unit, factor in _BYTES.items()} | {
         f"{prefix}bit/s": 1e3**power / 8 for power, prefix in enumerate("kMGT", 1)
@@ -120,11 +120,11 @@ ARITHMETIC_BYTES = {**{name: DTYPE_BYTES[name] for name in FLOAT_DTYPES}, "tf32"
 
 
 def to_picoseconds(seconds: float) -> int:
-    """Round seconds to whole picoseconds; MeasurementError for a time that a simulation cannot hold."""
+    """Return seconds as whole picoseconds, rounded. Raises MeasurementError for a time too long for a simulation."""
     picoseconds = seconds * PICOSECONDS_PER_SECOND
     if not abs(picoseconds) < MOST_PICOSECONDS:
         raise MeasurementError(
-            f"A time of {seconds:g} s is more than a simulation can hold ({to_seconds(MOST_PICOSECONDS):.0f} s). "
+            f"A time of {seconds:g} s is longer than a simulation can hold ({to_seconds(MOST_PICOSECONDS):.0f} s). "
             "Correct the rates and links of the cluster, or measure again."
         )
     return round(picoseconds)
@@ -136,32 +136,32 @@ def to_seconds(picoseconds: float) -> float:
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:
-    """Return ``1 stage``, ``3 stages``; ``plural`` for nouns whose plural does not just add an s."""
+    """Return a count with its noun: ``1 stage``, ``3 stages``. ``plural`` is given where it is not noun + s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return three significant digits with a suitable unit: ``1.24 ms``."""
+    """Return a time with three significant digits and a suitable unit: ``1.24 ms``."""
     return _format(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))) if seconds else "0 s"
 
 
 def format_percent(share: float, digits: int = 1) -> str:
-    """Return ``12.3 %`` for 0.123, with the space that the SI asks for."""
+    """Return a share as a percentage with ``digits`` decimals: ``12.3 %`` for 0.123."""
     return f"{100 * share:.{digits}f} %"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return three significant digits with a binary unit: ``1.5 GiB``."""
+    """Return bytes with three significant digits and a binary unit: ``1.5 GiB``."""
     return _format(num_bytes, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
 
 
 def format_money(amount: float) -> str:
-    """Return three significant digits, whole numbers from a thousand on; the caller adds the currency."""
+    """Return an amount with three significant digits, from 1000 on as a whole number; the caller adds the currency."""
     return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.3g}"
 
 
 def format_flops(flops: float) -> str:
-    """Return three significant digits of floating-point operations: ``2.1 TFLOP``."""
+    """Return floating-point operations with three significant digits and a unit: ``2.1 TFLOP``."""
     return _format(flops, ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1, "FLOP")))
 
 

@@ -1,4 +1,4 @@
-"""The devices of a cluster that a plan uses, and their nodes: all but those in `Plan.idle`."""
+"""The devices of a cluster that a plan uses, and their nodes. Devices in `Plan.idle` are left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def used_of(plan: Plan, cluster: Cluster) -> Cluster:
-    """Return the cluster without the devices that a plan leaves out. Raises PlanError if the cluster is too small."""
+    """Return the cluster without the plan's idle devices. Raises PlanError if the cluster is too small."""
     left = cluster.num_ranks - len(plan.idle)
     if plan.num_devices > left or (plan.idle and plan.idle[-1] >= cluster.num_ranks):
         without = f" and leaves out {list(plan.idle)}" if plan.idle else ""
@@ -26,11 +26,9 @@ def used_of(plan: Plan, cluster: Cluster) -> Cluster:
 
 
 def devices_per_node(plan: Plan, cluster: Cluster) -> dict[int, tuple[int, ...]]:
-    """Return the devices of each node that a plan uses, by the node's index.
+    """Return the devices that a plan uses on each of its nodes, by the index of the node.
 
-    Devices are numbered as the node counts them, in the order of ranks.
-
-    Raises PlanError if the cluster is too small.
+    Devices are numbered within their node, from 0. Raises PlanError if the cluster is too small.
     """
     used_of(plan, cluster)
     nodes = cluster.columns().node
@@ -42,9 +40,9 @@ def devices_per_node(plan: Plan, cluster: Cluster) -> dict[int, tuple[int, ...]]
 
 
 def visible_devices(plan: Plan, cluster: Cluster) -> list[str]:
-    """CUDA_VISIBLE_DEVICES on each node that a plan uses; empty if ranks have the first devices of their nodes.
+    """Return the value of CUDA_VISIBLE_DEVICES for each node that a plan uses.
 
-    Raises PlanError if the cluster is too small.
+    The list is empty if ranks use the first devices of every node. Raises PlanError if the cluster is too small.
     """
     found = list(devices_per_node(plan, cluster).values())
     if all(devices == tuple(range(len(devices))) for devices in found):

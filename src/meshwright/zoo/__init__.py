@@ -1,4 +1,4 @@
-"""Plain torch models of any size, and the way from a model reference to a module with its batch."""
+"""Plain torch models of any size, and `load_model`: from a model reference to a module with its batch and loss."""
 
 from meshwright.zoo.bert import BERT, BERTShape
 from meshwright.zoo.diffusion import DDPM, DDPMShape

@@ -31,7 +31,7 @@ MASKED_SHARE = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BERTShape:
-    """The size of a BERT; ``context`` is the number of positions. A sequence has 15 % masked tokens, rounded up."""
+    """The sizes of a BERT; ``context`` is the number of positions. 15 % of each sequence's tokens are masked."""
 
     source: str
     num_layers: int
@@ -51,15 +51,19 @@ class BERTShape:
 
     @property
     def num_masked(self) -> int:
-        """Masked tokens of a sequence."""
+        """Number of masked tokens in a sequence: 15 %, rounded up."""
         return math.ceil(MASKED_SHARE * self.sequence_length)
 
     def build(self) -> BERT:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return BERT(self)
 
     def batch(self) -> Batch:
-        """Inputs: tokens, segments (batch, sequence), positions (batch, masked); targets: their tokens, pairs."""
+        """Return a synthetic batch.
+
+        Inputs: tokens and segments (batch, sequence), masked positions (batch, masked). Targets: the tokens at the
+        masked positions (batch, masked), and whether the two segments belong together (batch,).
+        """
         tokens_BT = torch.randint(self.vocabulary, (self.batch_size, self.sequence_length))
         starts_B1 = torch.randint(1, self.sequence_length + 1, (self.batch_size, 1))
         segments_BT = (torch.arange(self.sequence_length) >= starts_B1).long()
@@ -71,7 +75,7 @@ class BERTShape:
     def loss(
         outputs: tuple[torch.Tensor, torch.Tensor], masked_BM: torch.Tensor, pairs_B: torch.Tensor
     ) -> torch.Tensor:
-        """Cross-entropy of the masked tokens plus that of the pairs."""
+        """Return the mean cross-entropy of the masked tokens plus that of the pairs of segments."""
         token_logits_BMV, pair_logits_B2 = outputs
         return F.cross_entropy(token_logits_BMV.flatten(0, 1), masked_BM.flatten()) + F.cross_entropy(
             pair_logits_B2, pairs_B
@@ -79,7 +83,7 @@ class BERTShape:
 
 
 class BERT(nn.Module):
-    """Encoder and both heads; that of the tokens has the embedding's weight."""
+    """The encoder, the head for masked tokens (tied to the embedding), and the head for pairs of segments."""
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
@@ -104,7 +108,10 @@ class BERT(nn.Module):
     def forward(
         self, tokens_BT: torch.Tensor, segments_BT: torch.Tensor, positions_BM: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, segments, masked positions → logits (batch, masked, vocabulary) and (batch, 2)."""
+        """Tokens and segments (batch, sequence), masked positions (batch, masked) → logits of tokens and of pairs.
+
+        The logits have the shapes (batch, masked, vocabulary) and (batch, 2).
+        """
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embedding(tokens_BT) + self.position(places_T) + self.segment(segments_BT)
         x_BTD = self.dropout(self.norm(x_BTD))
@@ -116,7 +123,7 @@ class BERT(nn.Module):
 
 
 class BERTBlock(nn.Module):
-    """Attention over the whole sequence and a perceptron, each followed by the norm of the sum."""
+    """Attention over the whole sequence, then a perceptron; each is added to its input, and the sum is normed."""
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
@@ -135,6 +142,6 @@ class BERTBlock(nn.Module):
         return self.mlp_norm(x_BTD + self.output_dropout(self.narrow(F.gelu(self.widen(x_BTD)))))
 
     def attend(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence, width) → (batch, sequence, width), without the sum."""
+        """Self-attention alone, (batch, sequence, width) → (batch, sequence, width), without adding the input."""
         dropout = self.dropout if self.training else 0.0
         return self.projection(self_attention(self.query_key_value(x_BTD), self.num_heads, dropout))

@@ -1,12 +1,12 @@
-"""DDPM: a U-Net that tells which noise was added to an image, given how much.
+"""DDPM: a U-Net that predicts the noise in an image, given the diffusion step.
 
     h = h + conv(dropout(silu(norm(conv(silu(norm(h))) + W silu(t)))));   h = h + attention(norm(h)) at low resolutions
     t = perceptron(sin and cos of step · 10000^(-i / (D/2 - 1)))
     loss = mean square of (noise − predicted),   image_t = √ᾱ_t image + √(1 − ᾱ_t) noise
 
-Norms are group norms. The skip of every block and every halving goes to the decoder. Source: Ho, Jain and Abbeel,
-"Denoising Diffusion Probabilistic Models" (2020), section 3.4 and appendix B, and its published code
-(hojonathanho/diffusion, models/unet.py), whose last layers of each block start at zero.
+Norms are group norms. The output of every encoder block and halving is also an input of the decoder (skip). Source:
+Ho, Jain and Abbeel, "Denoising Diffusion Probabilistic Models" (2020), section 3.4 and appendix B, and its published
+code (hojonathanho/diffusion, models/unet.py), whose last layers of each block start at zero.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ BETA_RANGE = (1e-4, 0.02)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDPMShape:
-    """The size of a DDPM: multiples of ``width`` channels per level, blocks per level, image sizes with attention.
+    """The sizes of a DDPM. Level i has ``multiples[i]`` · ``width`` channels and ``blocks_per_level`` blocks.
 
-    ``num_groups`` is that of the norms: with one channel per group they would cancel the time embedding of a block.
+    Blocks at the image sizes ``attention_sizes`` have attention. ``num_groups`` is the number of groups of each group
+    norm: with one channel per group, a norm would cancel the time embedding of its block.
     """
 
     source: str
@@ -61,11 +62,15 @@ class DDPMShape:
         check_halvings("DDPM", self.image_size, len(self.multiples) - 1)
 
     def build(self) -> DDPM:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return DDPM(self)
 
     def batch(self) -> Batch:
-        """Inputs: noisy images (batch, 3, size, size), their steps (batch,); targets: the noise."""
+        """Return a synthetic batch.
+
+        Inputs: noisy images (batch, 3, size, size) and their diffusion steps (batch,). Targets: the noise, of the shape
+        of the images.
+        """
         images, noise = (random_images(self.batch_size, self.image_size) for _ in range(2))
         steps_B = torch.randint(NUM_STEPS, (self.batch_size,))
         kept_B = (1 - torch.linspace(*BETA_RANGE, NUM_STEPS)).cumprod(0)[steps_B].view(-1, 1, 1, 1)
@@ -73,12 +78,12 @@ class DDPMShape:
 
     @staticmethod
     def loss(predicted: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Mean square of what is left of the noise."""
+        """Return the mean squared error of the predicted noise."""
         return F.mse_loss(predicted, noise)
 
 
 class DDPM(nn.Module):
-    """Encoder, middle, decoder; each level a list of units, flat, so that a pipeline can be cut anywhere."""
+    """Encoder, middle and decoder, each a flat list of blocks, so that a pipeline can be cut between any two blocks."""
 
     def __init__(self, shape: DDPMShape) -> None:
         super().__init__()
@@ -112,7 +117,7 @@ class DDPM(nn.Module):
         self.head = zeroed(nn.Conv2d(channels, NUM_COLOURS, 3, padding=1))
 
     def forward(self, images_BCHW: torch.Tensor, steps_B: torch.Tensor) -> torch.Tensor:
-        """Noisy images (batch, 3, size, size) and their steps (batch,) → the noise in them."""
+        """Noisy images (batch, 3, size, size) and their steps (batch,) → predicted noise (batch, 3, size, size)."""
         time_BE = F.silu(self.time_out(F.silu(self.time_in(sinusoids(steps_B, self.width, images_BCHW.dtype)))))
         x_BCHW = self.stem(images_BCHW)
         skips = [x_BCHW]
@@ -127,7 +132,7 @@ class DDPM(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A residual block with the time embedding as input, and attention behind it if asked for."""
+    """A residual block with the time embedding as a second input, followed by attention if ``attend``."""
 
     def __init__(self, shape: DDPMShape, num_inputs: int, width: int, *, attend: bool) -> None:
         super().__init__()
@@ -148,7 +153,7 @@ class ResidualBlock(nn.Module):
 
 
 class PixelAttention(nn.Module):
-    """Every pixel attends to all pixels, in one head, added to what was there."""
+    """Self-attention of one head over all pixels, added to its input."""
 
     def __init__(self, shape: DDPMShape, width: int) -> None:
         super().__init__()
@@ -157,7 +162,7 @@ class PixelAttention(nn.Module):
         self.projection = zeroed(nn.Conv2d(width, width, 1))
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        """(batch, channels, height, width) → the same."""
+        """(batch, channels, height, width) → (batch, channels, height, width)."""
         query, key, value = (
             part.flatten(2).transpose(1, 2) for part in self.query_key_value(self.norm(x_BCHW)).chunk(3, dim=1)
         )
@@ -166,7 +171,7 @@ class PixelAttention(nn.Module):
 
 
 class Halve(nn.Module):
-    """A 3×3 convolution of stride 2, padded on the right and below."""
+    """Halve the image: a 3×3 convolution of stride 2, padded on the right and below."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -178,7 +183,7 @@ class Halve(nn.Module):
 
 
 class Double(nn.Module):
-    """Each pixel becomes a 2×2 patch, then a 3×3 convolution."""
+    """Double the image: repeat each pixel in a 2×2 patch, then apply a 3×3 convolution."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -190,7 +195,7 @@ class Double(nn.Module):
 
 
 def sinusoids(steps_B: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Sines, then cosines of step · 10000^(-i / (width/2 - 1)): (batch, width)."""
+    """Return the time embedding (batch, width): sines, then cosines of step · 10000^(-i / (width/2 - 1))."""
     half = width // 2
     rates_K = torch.exp(torch.arange(half, device=steps_B.device) * (-math.log(10000.0) / (half - 1)))
     angles_BK = steps_B.unsqueeze(1) * rates_K
@@ -198,11 +203,11 @@ def sinusoids(steps_B: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Te
 
 
 def group_norm(shape: DDPMShape, width: int) -> nn.GroupNorm:
-    """Return the norm of all blocks."""
+    """Return a group norm for ``width`` channels, with the shape's number of groups."""
     return nn.GroupNorm(shape.num_groups, width, eps=NORM_EPSILON)
 
 
 def zeroed(layer: nn.Conv2d) -> nn.Conv2d:
-    """Return the layer with zeros as weights."""
+    """Set the weights of a layer to zero, in place, and return it."""
     nn.init.zeros_(layer.weight)
     return layer

@@ -2,9 +2,9 @@
 
     d = bottom(numbers);   v_0 = d, v_i = E_i[category_i];   z = (v_i · v_j for i > j);   logit = top(d, z)
 
-A batch reads one row of every embedding, so it computes little and holds much. Gradients of the embeddings are dense
-here, as under plain data parallelism. Source: Naumov et al., "Deep Learning Recommendation Model" (2019), section 2
-and its published code (facebookresearch/dlrm), initial weights included.
+A sample reads one row of every embedding, so the model computes little and takes much memory. Gradients of the
+embeddings are dense here, as under plain data parallelism. Source: Naumov et al., "Deep Learning Recommendation Model"
+(2019), section 2 and its published code (facebookresearch/dlrm), initial weights included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from meshwright.zoo.batch_examples import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DLRMShape:
-    """The size of a DLRM: rows of each embedding, widths of both perceptrons; the bottom one ends in ``width``."""
+    """The sizes of a DLRM: ``categories`` are the rows of each embedding table, all of them ``width`` wide.
+
+    ``num_numbers`` is the number of numeric features. ``bottom_widths`` and ``top_widths`` are the hidden widths of the
+    two perceptrons; the output of the bottom one has ``width`` elements.
+    """
 
     source: str
     num_numbers: int
@@ -42,27 +46,30 @@ class DLRMShape:
         ):
             raise ModelReferenceError(
                 f"A DLRM of {self.num_numbers} numbers, {len(self.categories)} categories and width {self.width} was "
-                "described; expected at least one of each, and positive sizes."
+                "described; expected at least one of each, and only positive rows and widths."
             )
 
     def build(self) -> DLRM:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return DLRM(self)
 
     def batch(self) -> Batch:
-        """Inputs: numbers (batch, numbers), categories (batch, categories); targets: clicks 0 or 1 (batch,)."""
+        """Return a synthetic batch.
+
+        Inputs: numbers (batch, numbers) and categories (batch, categories). Targets: clicks, 0 or 1 (batch,).
+        """
         categories = [torch.randint(rows, (self.batch_size,)) for rows in self.categories]
         clicks_B = torch.randint(2, (self.batch_size,)).float()
         return (torch.rand(self.batch_size, self.num_numbers), torch.stack(categories, dim=1)), (clicks_B,)
 
     @staticmethod
     def loss(logits_B: torch.Tensor, clicks_B: torch.Tensor) -> torch.Tensor:
-        """Mean binary cross-entropy."""
+        """Return the mean binary cross-entropy of logits and clicks."""
         return F.binary_cross_entropy_with_logits(logits_B, clicks_B.type_as(logits_B))
 
 
 class DLRM(nn.Module):
-    """Embeddings, bottom perceptron, dot products, top perceptron."""
+    """Embeddings, the bottom perceptron for numbers, dot products of all pairs of vectors, and the top perceptron."""
 
     def __init__(self, shape: DLRMShape) -> None:
         super().__init__()
@@ -92,12 +99,12 @@ class DLRM(nn.Module):
 
 
 def perceptron(widths: tuple[int, ...]) -> nn.Sequential:
-    """Linear layers between these widths, each followed by ReLU."""
+    """Return linear layers with the given widths of inputs and outputs in turn, each followed by ReLU."""
     return nn.Sequential(*(RectifiedLinear(inputs, outputs) for inputs, outputs in pairwise(widths)))
 
 
 class RectifiedLinear(nn.Linear):
-    """A linear layer and ReLU."""
+    """A linear layer followed by ReLU."""
 
     def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
         """(batch, inputs) → (batch, outputs)."""

@@ -4,7 +4,7 @@
     decoder: q = lstm(dropout(E[y]));   scores = v · tanh(W q + U encoded + b) / |v| · g;   c = softmax(scores) encoded
              then LSTMs that read (x, c), from the second of them on with the sum, too;   logits = H x
 
-Every layer is recurrent over the whole sequence, so layers are what can be laid out in a pipeline. Source: Wu et al.,
+Every layer is recurrent over the whole sequence, so pipeline stages can be cut only between layers. Source: Wu et al.,
 "Google's Neural Machine Translation System" (2016), sections 3 and 4, in the form of MLPerf's reference (version 2),
 where the attention is that of Bahdanau et al. (2015), normalised, and its context goes to all later layers. Sequences
 are full: nothing is padded.
@@ -26,7 +26,7 @@ INITIAL_RANGE = 0.1  # init_weight of MLPerf's reference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GNMTShape:
-    """The size of a GNMT: ``num_layers`` recurrent layers in each of the encoder and the decoder."""
+    """The sizes of a GNMT, with ``num_layers`` recurrent layers in each of the encoder and the decoder."""
 
     source: str
     num_layers: int
@@ -48,18 +48,21 @@ class GNMTShape:
             raise ModelReferenceError(f"Sequences of {self.sequence_length} tokens were asked for; choose at least 1.")
 
     def build(self) -> GNMT:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return GNMT(self)
 
     def batch(self) -> Batch:
-        """Inputs: tokens and the decoder's tokens (batch, sequence); targets: the latter, moved by one."""
+        """Return a synthetic batch, all of shape (batch, sequence).
+
+        Inputs: tokens of the encoder and of the decoder. Targets: the decoder's tokens shifted by one.
+        """
         return random_translations(self.batch_size, self.sequence_length, self.sequence_length, self.vocabulary)
 
     loss = staticmethod(token_cross_entropy)
 
 
 class GNMT(nn.Module):
-    """Encoder, attention, decoder; both read with one embedding."""
+    """Encoder, attention and decoder; encoder and decoder share one embedding."""
 
     def __init__(self, shape: GNMTShape) -> None:
         super().__init__()
@@ -77,7 +80,7 @@ class GNMT(nn.Module):
                 nn.init.uniform_(parameter, -INITIAL_RANGE, INITIAL_RANGE)
 
     def forward(self, tokens_BT: torch.Tensor, decoder_tokens_BU: torch.Tensor) -> torch.Tensor:
-        """Tokens of both sides (batch, sequence) → logits (batch, sequence, vocabulary)."""
+        """Tokens of encoder and decoder (batch, sequence) → logits of the decoder (batch, sequence, vocabulary)."""
         x_BTD = self.dropout(self.embedding(tokens_BT))
         for depth, layer in enumerate(self.encoder):
             y_BTD = layer(x_BTD if depth == 0 else self.dropout(x_BTD))
@@ -91,19 +94,19 @@ class GNMT(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """One LSTM layer over a sequence, from zero states; if bidirectional, its width doubles."""
+    """One LSTM layer over a sequence, starting from zero states; a bidirectional one has outputs of twice the width."""
 
     def __init__(self, num_inputs: int, width: int, *, both_ways: bool = False) -> None:
         super().__init__()
         self.lstm = nn.LSTM(num_inputs, width, batch_first=True, bidirectional=both_ways)
 
     def forward(self, x_BTI: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence, inputs) → (batch, sequence, width or twice that)."""
+        """(batch, sequence, inputs) → (batch, sequence, width), or (batch, sequence, 2 · width) if bidirectional."""
         return self.lstm(x_BTI)[0]
 
 
 class Attention(nn.Module):
-    """Additive attention with a normalised direction v and a learned length g."""
+    """Additive attention whose vector v is normalised and has a learned length g."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -114,7 +117,7 @@ class Attention(nn.Module):
         self.scale = nn.Parameter(torch.full((1,), width**-0.5))
 
     def forward(self, query_BUD: torch.Tensor, encoded_BTD: torch.Tensor) -> torch.Tensor:
-        """Queries (batch, target, width), encoded (batch, sequence, width) → context (batch, target, width)."""
+        """Queries (batch, target, width), encoder output (batch, sequence, width) → context (batch, target, width)."""
         sums_BUTD = self.query(query_BUD).unsqueeze(2) + self.key(encoded_BTD).unsqueeze(1) + self.bias
         direction_D = self.direction / self.direction.norm() * self.scale
         scores_BUT = (sums_BUTD.tanh() * direction_D).sum(-1)

@@ -25,7 +25,7 @@ INITIAL_DEVIATION = 0.02  # GPT-2's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTShape:
-    """The size of a GPT; ``context`` is the number of positions, ``dropout`` acts as in GPT-2."""
+    """The sizes of a GPT; ``context`` is the number of positions, ``dropout`` is applied where GPT-2 does."""
 
     source: str
     num_layers: int
@@ -44,18 +44,18 @@ class GPTShape:
         check_length("GPT", self.sequence_length, self.context)
 
     def build(self) -> GPT:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return GPT(self)
 
     def batch(self) -> Batch:
-        """Return inputs and targets: tokens (batch, sequence) each."""
+        """Return a synthetic batch: inputs and targets are tokens (batch, sequence)."""
         return random_texts(self.batch_size, self.sequence_length, self.vocabulary)
 
     loss = staticmethod(token_cross_entropy)
 
 
 class GPT(nn.Module):
-    """The whole decoder; the head is the embedding, transposed."""
+    """Embeddings, blocks and the head, whose weight is the token embedding."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class GPT(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and a two-layer perceptron, each on a normed copy of the residual stream."""
+    """Causal attention and a perceptron, each applied to a normed copy of the residual stream and added to it."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class GPTBlock(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Every token attends to itself and to those before it."""
+    """Self-attention in which every token attends to itself and to earlier tokens."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class CausalAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widen fourfold, GELU, and back."""
+    """A perceptron: a linear layer to four times the width, GELU, and a linear layer back."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class MLP(nn.Module):
 def self_attention(
     query_key_value_BT3D: torch.Tensor, num_heads: int, dropout: float, *, is_causal: bool = False
 ) -> torch.Tensor:
-    """Queries, keys and values side by side, (batch, sequence, 3 · width) → what each token takes, (..., width)."""
+    """Queries, keys and values in one tensor (batch, sequence, 3 · width) → attention (batch, sequence, width)."""
     query, key, value = (
         part.unflatten(-1, (num_heads, -1)).transpose(1, 2) for part in query_key_value_BT3D.chunk(3, dim=-1)
     )
@@ -136,7 +136,10 @@ def self_attention(
 
 
 def initialise(model: nn.Module, num_layers: int) -> None:
-    """GPT-2's initial weights, in place: matrices normal, biases zero; norms keep their ones and zeros."""
+    """Set GPT-2's initial weights, in place: normal matrices, zero biases; norms keep ones and zeros.
+
+    Weights of residual projections are divided by √(2 · ``num_layers``).
+    """
     for name, parameter in model.named_parameters():
         if name.endswith("projection.weight"):
             nn.init.normal_(parameter, std=INITIAL_DEVIATION / (2 * num_layers) ** 0.5)

@@ -1,8 +1,8 @@
-"""Hugging Face configurations: ``config.json`` → a model to train (`load_huggingface`), its batches, losses (`Task`).
+"""Models from Hugging Face configurations: read a ``config.json`` (`load_huggingface`), make batch and loss (`Task`).
 
-No weights, tokenizer or download are needed. The file says type and sizes; transformers builds the module from it with
-fresh weights. Before that, the file is checked: nothing in it may name code to be loaded (``auto_map``), and numbers
-that would make transformers build lists or tables without end are refused.
+No weights, tokenizer or download are needed. The file gives the type and the sizes of the model; transformers builds
+the module from it with newly initialised weights. The file is checked before: it may not name code to be loaded
+(``auto_map``), nor have numbers with which transformers would build endless lists or tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ DEFAULT_IMAGE_SIZE = 224
 # rules per task: the documentation of the classes in transformers 5, and the papers named below.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model class with its configuration; subclasses say what its batches look like, and what they read of it."""
+    """A model class with its configuration; each subclass makes batches and the loss of one kind of training.
+
+    ``reads`` lists the fields of the configuration that the subclass needs for its batches.
+    """
 
     reads: ClassVar[tuple[str, ...]] = ()
 
@@ -48,17 +51,17 @@ class Task:
 
     @classmethod
     def of(cls, config: Any, model_class: type) -> Task:
-        """Return the task in the configuration's own sizes."""
+        """Return the task with the sizes that the configuration gives."""
         return cls(config=config, model_class=model_class)
 
     def build(self) -> Any:
-        """Return the model with fresh weights, in training mode, in torch's default dtype."""
+        """Return the model with newly initialised weights, in training mode, in torch's default dtype."""
         model = self.model_class(copy.deepcopy(self.config))
         model.train()
         return model
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return keyword arguments of the model, and the targets of the loss."""
+        """Return a synthetic batch: keyword arguments of the model, and the targets of the loss."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -98,15 +101,15 @@ class _Sequences(Task):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalLanguageModel(_Sequences):
-    """Predict the next token."""
+    """The task of predicting the next token of a sequence."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return tokens (batch, sequence), and the same shifted by one."""
+        """Return tokens (batch, sequence), and as targets the same sequences shifted by one token."""
         tokens, targets = self._tokens()
         return {"input_ids": tokens}, (targets,)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of all tokens, with the routers' loss if the configuration asks for it."""
+        """Return the mean cross-entropy of all tokens, plus the routers' loss if ``output_router_logits`` is set."""
         found = token_cross_entropy(outputs.logits, targets)
         routers = getattr(outputs, "aux_loss", None) if getattr(self.config, "output_router_logits", False) else None
         return found if routers is None else found + self.config.router_aux_loss_coef * routers
@@ -114,10 +117,10 @@ class CausalLanguageModel(_Sequences):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLanguageModel(_Sequences):
-    """Predict 15 % of the tokens from the others: the same number in every sample, so that any batch has a loss."""
+    """The task of predicting 15 % of the tokens from the others, the same number (at least 1) in every sequence."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return tokens (batch, sequence), and the original tokens at the masked places, `IGNORED` elsewhere."""
+        """Return tokens and targets (batch, sequence): original tokens at masked positions, `IGNORED` elsewhere."""
         tokens, _ = self._tokens()
         num_masked = max(1, round(MASKED_SHARE * self.sequence_length))
         masked = torch.rand(tokens.shape).argsort(dim=1) < num_masked
@@ -128,10 +131,10 @@ class MaskedLanguageModel(_Sequences):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceClassifier(_Sequences):
-    """One class per sequence of tokens."""
+    """The task of classifying sequences of tokens."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return tokens (batch, sequence) and classes (batch,)."""
+        """Return tokens (batch, sequence), and as targets classes (batch,)."""
         return {"input_ids": self._tokens()[0]}, (torch.randint(self.config.num_labels, (self.batch_size,)),)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -141,10 +144,13 @@ class SequenceClassifier(_Sequences):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceToSequence(_Sequences):
-    """Encoder and decoder read sequences of one length; the decoder reads its targets, moved behind a start token."""
+    """The task of an encoder and a decoder, such as translation; both read sequences of the same length.
+
+    The decoder's input is a start token followed by the targets without the last one.
+    """
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return tokens and the decoder's tokens (batch, sequence), and the decoder's targets."""
+        """Return tokens of encoder and decoder, and the decoder's targets, each (batch, sequence)."""
         tokens, _ = self._tokens()
         targets, _ = self._tokens()
         return {"input_ids": tokens, "decoder_input_ids": self._behind_start(targets)}, (targets,)
@@ -156,10 +162,10 @@ class SequenceToSequence(_Sequences):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechToText(SequenceToSequence):
-    """Whisper's task: a spectrogram of fixed length in, tokens out (Radford et al., "Whisper", 2022, section 2.2)."""
+    """Whisper's task: from a spectrogram of fixed length to tokens (Radford et al., "Whisper", 2022, section 2.2)."""
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return spectrogram (batch, bins, frames), the decoder's tokens (batch, sequence), and the targets."""
+        """Return spectrograms (batch, bins, frames), the decoder's tokens and its targets (batch, sequence)."""
         # The second convolution halves the number of frames.
         frames = 2 * self.config.max_source_positions
         targets, _ = self._tokens()
@@ -169,7 +175,7 @@ class SpeechToText(SequenceToSequence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionClassifier(Task):
-    """One class per image; a model whose positions depend on the size of the images is built for the size asked for."""
+    """The task of classifying images of ``image_size`` pixels per side; the model is built for this size."""
 
     reads: ClassVar[tuple[str, ...]] = ("num_channels",)
 
@@ -186,14 +192,14 @@ class VisionClassifier(Task):
 
     @classmethod
     def of(cls, config: Any, model_class: type) -> VisionClassifier:
-        """Return the task with images of the configuration's size, or of `DEFAULT_IMAGE_SIZE`."""
+        """Return the task with images of the configuration's size, or of `DEFAULT_IMAGE_SIZE` (224 pixels)."""
         size = getattr(config, "image_size", None)
         return cls(
             config=config, model_class=model_class, image_size=size if isinstance(size, int) else DEFAULT_IMAGE_SIZE
         )
 
     def build(self) -> Any:
-        """Return the model with fresh weights, in training mode, for images of this size."""
+        """Return the model with newly initialised weights, in training mode, for images of ``image_size``."""
         config = copy.deepcopy(self.config)
         if hasattr(config, "image_size"):
             config.image_size = self.image_size
@@ -202,7 +208,7 @@ class VisionClassifier(Task):
         return model
 
     def batch(self) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """Return images (batch, channels, size, size) and classes (batch,)."""
+        """Return images (batch, channels, size, size), and as targets classes (batch,)."""
         images = torch.randn(self.batch_size, self.config.num_channels, self.image_size, self.image_size)
         return {"pixel_values": images}, (torch.randint(self.config.num_labels, (self.batch_size,)),)
 
@@ -251,9 +257,9 @@ _NO_COUNT = re.compile(r"theta|base|seed")
 
 
 def load_huggingface(data: dict[str, Any], where: str) -> Task:
-    """Return the task of a configuration, ready for `batch` and `build`; ``where`` names the file in errors.
+    """Return the task for a configuration's ``data``; ``where`` names the file in messages.
 
-    Raises ModelReferenceError if transformers is missing, or refuses the configuration, or has no task for it.
+    Raises ModelReferenceError if transformers is missing or refuses the configuration, or if no task suits its model.
     """
     _check(data, where)
     classes = _import_classes(where)
@@ -265,7 +271,7 @@ def load_huggingface(data: dict[str, Any], where: str) -> Task:
 
 
 def make_huggingface(task: Task, where: str, *, fake: bool) -> tuple[Any, Any, Any]:
-    """Return module, inputs and targets of a task; ``fake`` says that they are built as fake tensors.
+    """Return (module, inputs, targets) of a task. ``fake``: build the module with fake tensors, without memory.
 
     Raises ModelReferenceError with transformers' own message if they cannot be built.
     """

@@ -1,7 +1,7 @@
-"""The only module that imports transformers: from a configuration's data to its class, its model's class and task.
+"""The only module that imports transformers: find the configuration class, model class and task of a configuration.
 
-The tables that say which class trains which type of model are transformers' own (its Auto classes). Nothing is loaded
-from a hub: models are built from their configuration alone, in offline mode.
+Transformers' own tables (its Auto classes) decide which class trains which type of model. Nothing is loaded from a hub:
+models are built from their configuration alone, in offline mode.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SPEECH_TYPES = ("whisper",)
 
 @contextmanager
 def quiet_offline() -> Iterator[None]:
-    """No network, no warnings and no log while transformers works."""
+    """Let transformers work without network, warnings and logs while the block runs."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.CRITICAL)
     try:
@@ -62,10 +62,11 @@ def quiet_offline() -> Iterator[None]:
 
 
 def build_unallocated(task: Task) -> Any:
-    """Return the task's model as fake CPU tensors, inside a FakeTensorMode.
+    """Return the task's model with fake CPU tensors; to be called inside a FakeTensorMode.
 
-    It is built on device "meta", as transformers does before it loads weights: there, unlike under fake tensors, no
-    initial weight is drawn, and numbers that ``__init__`` reads off a tensor (rates of drop paths) are real.
+    The model is first built on device "meta", as transformers does before it loads weights. There, unlike under fake
+    tensors, no initial weights are drawn, and numbers that ``__init__`` reads from a tensor (rates of drop paths) are
+    real.
     """
     with unset_fake_temporarily(), torch.device("meta"), meta_device_safe_creation_ops():
         model = task.build()
@@ -75,7 +76,10 @@ def build_unallocated(task: Task) -> Any:
 
 
 def make_config(data: dict[str, Any], where: str) -> Any:
-    """Return the configuration's own class, made from the data; whatever it raises goes to the caller."""
+    """Return an instance of transformers' configuration class for ``data``; exceptions of the class are passed on.
+
+    Raises ModelReferenceError if transformers does not have this model type.
+    """
     kind = data["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise ModelReferenceError(
@@ -86,10 +90,11 @@ def make_config(data: dict[str, Any], where: str) -> Any:
 
 
 def find_task(config: Any, where: str) -> tuple[type[Task], type]:
-    """Return the task of a configuration and the class that is trained on it.
+    """Return the task for a configuration, and the model class to train.
 
-    ``architectures`` decides if it names such a class; a bare model (``GPT2Model``) or no name at all gives the usual
-    class of the type. Raises ModelReferenceError for a task that is not known here.
+    If the configuration's ``architectures`` names a trainable class, that class is taken. If it names a model without a
+    head (``GPT2Model``) or nothing, the usual class of the model type is taken. Raises ModelReferenceError if no known
+    task suits the class.
     """
     # Models of several parts (CLIP) keep what a batch needs in the configurations of the parts.
     known = [
@@ -120,8 +125,9 @@ def find_task(config: Any, where: str) -> tuple[type[Task], type]:
 def choose_implementations(config: Any, model_class: Any, data: dict[str, Any], where: str) -> None:
     """Set how attention and experts are computed, so that no shape depends on data, and switch the cache off.
 
-    Attention: "sdpa" where the class has it, else "eager". Experts: transformers' default ("grouped_mm", whose result
-    has a fixed shape). A configuration may name another of them; "eager" experts loop over data and are refused later.
+    Attention is "sdpa" if the class supports it, else "eager". Experts are transformers' default ("grouped_mm", whose
+    result has a fixed shape). The configuration may choose another implementation. "eager" experts loop over data, so
+    capture refuses them later. Raises ModelReferenceError for an unknown implementation.
     """
     for key, allowed in (
         ("attn_implementation", ("sdpa", "eager")),
@@ -130,7 +136,7 @@ def choose_implementations(config: Any, model_class: Any, data: dict[str, Any], 
         given = data.get(key)
         if given is not None and given not in allowed:
             raise ModelReferenceError(
-                f"{where}: {key} is {given!r}; expected {' or '.join(allowed)}. Leave the key out for the usual one."
+                f"{where}: {key} is {given!r}; expected {' or '.join(allowed)}. Leave the key out for the default."
             )
     supports_sdpa = getattr(model_class, "_supports_sdpa", False)
     config._attn_implementation = data.get("attn_implementation") or ("sdpa" if supports_sdpa else "eager")

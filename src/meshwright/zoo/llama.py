@@ -27,9 +27,10 @@ INITIAL_DEVIATION = 0.02  # initializer_range of the published configurations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryShape:
-    """The size of a decoder with rotary positions, as Llamas and their relatives have it.
+    """The sizes of a decoder with rotary positions, which Llama and Mixtral share.
 
-    ``num_key_value_heads`` heads of keys and values serve ``num_heads`` heads of queries.
+    ``num_heads`` heads of queries share ``num_key_value_heads`` heads of keys and values. ``hidden_width`` is that of
+    the perceptrons, ``rope_base`` the base of the rotation angles, ``context`` the longest sequence.
     """
 
     source: str
@@ -60,32 +61,32 @@ class RotaryShape:
 
     @property
     def family(self) -> str:
-        """What messages call it."""
+        """Name of the model family in messages: ``Llama``, ``Mixtral``."""
         return type(self).__name__.removesuffix("Shape")
 
     @property
     def head_width(self) -> int:
-        """Elements of one head."""
+        """Width of one attention head: ``width`` / ``num_heads``."""
         return self.width // self.num_heads
 
     def batch(self) -> Batch:
-        """Return inputs and targets: tokens (batch, sequence) each."""
+        """Return a synthetic batch: inputs and targets are tokens (batch, sequence)."""
         return random_texts(self.batch_size, self.sequence_length, self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape(RotaryShape):
-    """The size of a Llama."""
+    """The sizes of a Llama."""
 
     def build(self) -> Llama:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return Llama(self)
 
     loss = staticmethod(token_cross_entropy)
 
 
 class RotaryDecoder(nn.Module):
-    """Embedding, the blocks that ``make_block`` gives, norm and head; embedding and head are apart."""
+    """Embedding, ``num_layers`` blocks that ``make_block`` makes, norm and head; embedding and head are not tied."""
 
     def __init__(self, shape: RotaryShape, make_block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -99,12 +100,12 @@ class RotaryDecoder(nn.Module):
                 nn.init.normal_(parameter, std=INITIAL_DEVIATION)
 
     def rotations(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines for the places of these tokens."""
+        """Return the cosines and sines for the positions of the tokens (`rotary_tables`)."""
         return rotary_tables(tokens_BT.shape[1], self.head_width, self.rope_base, tokens_BT.device)
 
 
 class Llama(RotaryDecoder):
-    """The whole decoder."""
+    """The whole model: embedding, blocks, norm and head."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__(shape, lambda: LlamaBlock(shape))
@@ -119,7 +120,7 @@ class Llama(RotaryDecoder):
 
 
 class LlamaBlock(nn.Module):
-    """Grouped attention and the gated perceptron, each on a normed copy of the residual stream."""
+    """Grouped attention and a gated perceptron, each on a normed copy of the residual stream and added to it."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class GroupedAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: one half gates the other."""
+    """The SwiGLU perceptron: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ def rotary_tables(
 
 
 def rotate(x_BHTK: torch.Tensor, cos_TK: torch.Tensor, sin_TK: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (element i of the first half, element i of the second) by its position's angle."""
+    """Rotate each pair (element i of the first half, element i of the second half) by the angle of its position."""
     first, second = x_BHTK.chunk(2, dim=-1)
     turned = torch.cat((first * cos_TK - second * sin_TK, second * cos_TK + first * sin_TK), dim=-1)
     return turned.type_as(x_BHTK)

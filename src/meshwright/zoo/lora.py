@@ -24,7 +24,7 @@ LINEARS = ("query", "key", "value", "projection", "gate", "up", "down")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAShape(LlamaShape):
-    """The size of a Llama and of its adapters: ``rank`` r, ``alpha`` α, and which linear layers are ``adapted``."""
+    """The sizes of a Llama and of its adapters: ``rank`` r, ``alpha`` α; ``adapted`` names the adapted layers."""
 
     rank: int
     alpha: float
@@ -35,18 +35,18 @@ class LoRAShape(LlamaShape):
         LlamaShape.__post_init__(self)
         if self.rank < 1 or not self.adapted:
             raise ModelReferenceError(
-                f"Adapters of rank {self.rank} for {len(self.adapted)} layers were described; "
-                "expected at least 1 of each."
+                f"Adapters of rank {self.rank} for {len(self.adapted)} linear layers of a block were described; "
+                "expected a rank of at least 1, and at least 1 layer."
             )
         for name in self.adapted:
             if name not in LINEARS:
                 raise ModelReferenceError(
                     f"Adapters for {name!r} were described, but a block has no such linear layer"
-                    f"{suggest(name, LINEARS)}. Name some of {', '.join(LINEARS)}."
+                    f"{suggest(name, LINEARS)}. Choose from {', '.join(LINEARS)}."
                 )
 
     def build(self) -> Llama:
-        """Return the model, with fresh weights; only its adapters require gradients."""
+        """Return the model with newly initialised weights; only its adapters require gradients."""
         return add_adapters(Llama(self), self)
 
 
@@ -68,7 +68,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapters(model: Llama, shape: LoRAShape) -> Llama:
-    """Freeze a model and put adapters next to the linear layers of its blocks, in place."""
+    """Freeze a model and replace the ``adapted`` linear layers of its blocks by `AdaptedLinear`, in place."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name in shape.adapted:

@@ -1,16 +1,17 @@
-"""Mixtral: a Llama whose perceptrons are experts, of which a router chooses a few for every token.
+"""Mixtral: a Llama whose perceptrons are experts; a router chooses a few of them for every token.
 
     p = softmax(R y);   chosen: the k largest p, divided by their sum;   mlp(y) = Σ_chosen p_e expert_e(y)
 
-Data decides which expert computes what, but not how much each computes: of every sequence an expert takes at most
+The data decides which tokens an expert computes, but not how many: from every sequence of T tokens, each of the E
+experts takes at most
 
     C = ceil(capacity_factor · k · T / E)
 
-tokens, the first choices before the second ones and earlier tokens first; what finds no place is dropped and passes by
-in the residual stream. So all shapes are fixed, every sequence is routed by itself (the split into microbatches and
-replicas does not matter), and a graph can be captured. With capacity_factor = E / k nothing is ever dropped, as in the
-published model. The balance loss of a layer is E · Σ_e f_e P_e per sequence, f_e the share of choices of expert e, P_e
-its mean probability.
+tokens. First choices come before second ones, and earlier tokens before later ones. If an expert is full, the choice is
+dropped: the expert adds nothing to the token's residual stream. So all shapes are fixed, every sequence is routed
+independently of the others (the split into microbatches and replicas does not matter), and a graph can be captured.
+With capacity_factor = E / k nothing is ever dropped, as in the published model. The balance loss of a layer is
+E · Σ_e f_e P_e for each sequence, where f_e is the share of choices of expert e and P_e its mean probability.
 
 Source: Jiang et al., "Mixtral of Experts" (2024), section 2 and table 1; capacity: Lepikhin et al., "GShard" (2020),
 algorithm 1; balance loss: Fedus et al., "Switch Transformers" (2021), equation 4.
@@ -34,7 +35,7 @@ BALANCE_COEFFICIENT = 0.02  # router_aux_loss_coef of the published configuratio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtralShape(RotaryShape):
-    """The size of a Mixtral: a Llama's, with ``num_experts`` experts of which ``num_chosen`` serve a token."""
+    """The sizes of a Mixtral: those of a Llama, with ``num_experts`` experts, ``num_chosen`` of them for each token."""
 
     num_experts: int
     num_chosen: int
@@ -45,22 +46,22 @@ class MixtralShape(RotaryShape):
         if not 1 <= self.num_chosen <= self.num_experts or self.capacity_factor <= 0:
             raise ModelReferenceError(
                 f"A mixture of {self.num_experts} experts, {self.num_chosen} chosen per token, with a capacity factor "
-                f"of {self.capacity_factor} was described; expected 1 up to all experts chosen and a positive factor."
+                f"of {self.capacity_factor} was described; expected 1 to all experts chosen, and a positive factor."
             )
 
     def build(self) -> Mixtral:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return Mixtral(self)
 
     @staticmethod
     def loss(outputs: tuple[torch.Tensor, torch.Tensor], targets_BT: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of the tokens, and a little of the balance loss."""
+        """Return the mean cross-entropy of the tokens plus 0.02 times the mean balance loss."""
         logits_BTV, balance_B = outputs
         return token_cross_entropy(logits_BTV, targets_BT) + BALANCE_COEFFICIENT * balance_B.mean()
 
 
 class Mixtral(RotaryDecoder):
-    """The whole decoder."""
+    """The whole model: embedding, blocks, norm and head."""
 
     def __init__(self, shape: MixtralShape) -> None:
         super().__init__(shape, lambda: MixtralBlock(shape))
@@ -76,7 +77,7 @@ class Mixtral(RotaryDecoder):
 
 
 class MixtralBlock(nn.Module):
-    """Grouped attention and the experts, each on a normed copy of the residual stream."""
+    """Grouped attention and experts, each applied to a normed copy of the residual stream and added to it."""
 
     def __init__(self, shape: MixtralShape) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class MixtralBlock(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, balance_B: torch.Tensor, cos_TK: torch.Tensor, sin_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(batch, sequence, width) → (batch, sequence, width), with this layer's balance loss added."""
+        """(batch, sequence, width) → (batch, sequence, width), and the balance loss (batch,) plus this layer's."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TK, sin_TK)
         y_BTD = self.mlp_norm(x_BTD)
         places_BTk, weights_BTk, layer_balance_B = self.router(y_BTD)
@@ -97,7 +98,7 @@ class MixtralBlock(nn.Module):
 
 
 class Router(nn.Module):
-    """Which place in which expert every token takes, and with which weight its results count."""
+    """Choose the experts of every token, its place in each expert's queue, and the weights of their results."""
 
     def __init__(self, shape: MixtralShape) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Router(nn.Module):
     def forward(self, y_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(batch, sequence, width) → places and weights (batch, sequence, chosen), balance loss (batch,).
 
-        Expert e owns places e·C … e·C + C − 1; place E·C is that of the dropped.
+        Expert e has the places e·C … e·C + C − 1. Dropped choices have the place E·C and the weight 0.
         """
         num_tokens = y_BTD.shape[1]
         room = capacity(num_tokens, self.num_experts, self.num_chosen, self.factor)
@@ -129,7 +130,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Perceptrons of one size, computed together as batched products."""
+    """All experts of a layer: gated perceptrons of one size, computed together as batched matrix products."""
 
     def __init__(self, shape: MixtralShape) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_width, shape.width))
 
     def forward(self, y_BTD: torch.Tensor, places_BTk: torch.Tensor, weights_BTk: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence, width) → (batch, sequence, width): zero for a token that was dropped everywhere."""
+        """(batch, sequence, width) → (batch, sequence, width): zero for a token whose choices were all dropped."""
         num_tokens, width = y_BTD.shape[1:]
         room = capacity(num_tokens, self.num_experts, self.num_chosen, self.factor)
         num_places = self.num_experts * room
@@ -158,5 +159,5 @@ class Experts(nn.Module):
 
 
 def capacity(num_tokens: int, num_experts: int, num_chosen: int, factor: float) -> int:
-    """Return places of one expert for one sequence."""
+    """Return the number of tokens (places) that one expert takes from one sequence: C in the module's docstring."""
     return min(num_tokens, math.ceil(factor * num_chosen * num_tokens / num_experts))

@@ -1,6 +1,7 @@
-"""Models from a user's own file: run ``function`` of ``path/to/file.py`` and check what it returns.
+"""Models from a user's own file: call ``function`` of ``path/to/file.py`` and check its result.
 
-`spec.own_code` describes how the file is run. Any exception becomes one paragraph with its own message and line.
+`spec.own_code` describes how the file is run. Any exception of the user's code becomes a ModelReferenceError whose
+message is one paragraph with the exception's message and line.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ EXPECTED = "(module, batch) or (module, (inputs, targets), loss)"
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """Return the callable ``name`` of the Python file at ``path``; raises ModelReferenceError."""
+    """Run the Python file at ``path`` and return its callable ``name``. Raises ModelReferenceError if that fails."""
     return own_code.load_function(path, name, expected=f"returns {EXPECTED}", error=ModelReferenceError)
 
 
 def call_function(function: Callable[..., Any], path: Path, options: dict[str, int | None]) -> Any:
-    """Call with those ``options`` that were given and that it takes; raises ModelReferenceError."""
+    """Call a user's function with the ``options`` that are not None, and return its result.
+
+    Raises ModelReferenceError if the function does not take such an argument, or raises an exception.
+    """
     name = getattr(function, "__name__", str(function))
     given = {key: value for key, value in options.items() if value is not None}
     parameters = inspect.signature(function).parameters
@@ -37,15 +41,18 @@ def call_function(function: Callable[..., Any], path: Path, options: dict[str, i
     refused = [key for key in given if key not in parameters and not takes_all]
     if refused:
         raise ModelReferenceError(
-            f"{path}:{name} was asked for {refused[0]}={given[refused[0]]}, but it takes no argument {refused[0]!r}. "
-            f"Let it take one (def {name}({refused[0]}=...):), or leave the option out."
+            f"{path}:{name} is to be called with {refused[0]}={given[refused[0]]}, but it takes no argument "
+            f"{refused[0]!r}. Add the argument (def {name}({refused[0]}=...):), or leave the option out."
         )
     with importable(path.parent), reported(path, f"{name}() raised"):
         return function(**given)
 
 
 def check_result(result: Any, where: str) -> tuple[nn.Module, Any, tuple[Any, ...], Callable[..., Any] | None]:
-    """Take a function's result apart: module, inputs (tuple or dict), targets, loss; raises ModelReferenceError."""
+    """Return the parts of a function's result: (module, inputs as a tuple or dict, targets, loss or None).
+
+    Raises ModelReferenceError, which names the function as ``where``, if the result has another form.
+    """
     parts = list(result) if isinstance(result, tuple | list) else [result]
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         raise _wrong_result(where, f"returned {describe(result)}")
@@ -65,9 +72,9 @@ def check_result(result: Any, where: str) -> tuple[nn.Module, Any, tuple[Any, ..
 
 @contextmanager
 def reported(path: Path, what: str, *, otherwise: str = "") -> Iterator[None]:
-    """Turn what a user's code raises into a ModelReferenceError with its own message and line, and nothing logged.
+    """Turn exceptions of a user's code into a ModelReferenceError with their message and line, and log nothing.
 
-    ``otherwise``: the place to name where no line of the file took part.
+    The arguments are those of `own_code.reported`.
     """
     with (
         # Fake tensors log a trace of every shape that does not fit, which the error says in a line.
@@ -88,7 +95,7 @@ def reported(path: Path, what: str, *, otherwise: str = "") -> Iterator[None]:
 
 
 def refuse_unallocated(module: nn.Module, inputs: Any, where: str) -> None:
-    """Raise ModelReferenceError for weights that were left on device "meta", if the batch is not there, too."""
+    """Raise ModelReferenceError if weights are on device "meta", but a tensor of the batch is not."""
     state = (*module.named_parameters(), *module.named_buffers())
     name = next((name for name, tensor in state if tensor.device.type == "meta"), None)
     batch = [item for item in pytree.tree_leaves(inputs) if isinstance(item, torch.Tensor)]
@@ -150,7 +157,7 @@ def _wrong_result(where: str, what: str) -> ModelReferenceError:
 
 
 def describe(value: Any) -> str:
-    """Return what a value is, in a few words."""
+    """Return the type of a value in a few words, with dtype and shape of a tensor, for messages."""
     if value is None:
         return "None"
     text = type(value).__name__

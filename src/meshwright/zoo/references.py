@@ -1,11 +1,11 @@
-"""References: from what a user types to a module with its batch.
+"""Model references: from the text that a user types to a module with its batch and loss (`load_model`).
 
 A reference is the name of a shipped shape (``gpt2-small``), a shape file (``my-model.toml``), the configuration of a
 Hugging Face model (its ``config.json``, or the folder that holds it), or a function in the user's own file
 (``path/to/file.py:function``) that returns ``(module, batch)`` or ``(module, (inputs, targets), loss)``.
 
-Everything is seeded: the same reference gives the same weights and batch in every process. With ``fake=True`` all of it
-is built under torch's FakeTensorMode on the CPU: shapes and dtypes are there, memory is not.
+Everything is seeded: the same reference gives the same weights and batch in every process. With ``fake=True`` module
+and batch are built under torch's FakeTensorMode on the CPU: they have shapes and dtypes, but take no memory.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def load_model(
 ) -> ModelSource:
     """Build the model that a reference names, with an example batch and its loss.
 
-    Sizes that are not given are the shape's own, or the defaults of the user's function, to which they are passed on.
-    Raises ModelReferenceError when the reference leads nowhere or a size does not fit, DocumentError for a damaged
-    file.
+    Sizes that are None are those of the shape file, the configuration or the defaults of the user's function; given
+    sizes are passed to it. Raises ModelReferenceError if the reference names no model or a size is impossible,
+    DocumentError for a damaged file.
     """
     options = {"batch_size": batch_size, "sequence_length": sequence_length, "image_size": image_size}
     for name, value in options.items():
         if value is not None and value < 1:
-            raise ModelReferenceError(f"{name}={value} was asked for; expected at least 1.")
+            raise ModelReferenceError(f"{name}={value} was given; expected at least 1.")
     path, separator, function = reference.rpartition(":")
     if separator and path.endswith(".py"):
         return _load_from_file(reference, Path(path).expanduser(), function, options, seed=seed, fake=fake)
@@ -92,7 +92,10 @@ _Sized = TypeVar("_Sized", bound=Shape | Task)
 
 
 def resize(shape: _Sized, reference: str, options: dict[str, int | None]) -> _Sized:
-    """Change the sizes of the batch; raises ModelReferenceError for one that the model does not have."""
+    """Return a shape or task with the sizes of ``options`` that are not None.
+
+    Raises ModelReferenceError, which names ``reference``, for a size that the model does not have.
+    """
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if not hasattr(shape, name):
@@ -112,7 +115,7 @@ def _sizes_reported(reference: str) -> Iterator[None]:
         first = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
         raise ModelReferenceError(
             f"{reference!r} describes a model or a batch that torch cannot build ({first}). Check the sizes of the "
-            "shape and of the batch; smaller ones can be built."
+            "model and of the batch, and choose smaller ones."
         ) from None
 
 
@@ -131,14 +134,14 @@ def _load_from_data(
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's generator while the block runs, and put its state back."""
+    """Seed torch's global CPU generator for the block, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def building(*, fake: bool) -> Any:
-    """Return the mode to build under: none, or a FakeTensorMode that allows what torch.export allows."""
+    """Return a context manager for building a model: a FakeTensorMode with torch.export's settings if ``fake``."""
     if not fake:
         return nullcontext()
     return FakeTensorMode(
@@ -174,7 +177,7 @@ def _load_from_file(
 
 
 def as_fake(batch: Any, mode: FakeTensorMode) -> Any:
-    """Return the batch with its tensors as fake tensors of the mode."""
+    """Return a batch (any nesting) with its tensors replaced by fake tensors of ``mode``."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
@@ -183,7 +186,10 @@ def as_fake(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 def run_fake(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Any:
-    """Return outputs of the model as fake tensors, with gradients, as in training; the model and random state stay."""
+    """Run a model on fake tensors, with gradients enabled, and return its outputs.
+
+    The model and the state of the random number generator do not change.
+    """
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     arguments, keywords = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     with mode, torch.enable_grad(), warnings.catch_warnings():
@@ -193,7 +199,7 @@ def run_fake(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Any:
 
 
 def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace what the model still holds of real parameters and buffers, in place; tied ones stay tied."""
+    """Replace real parameters and buffers of a model by fake tensors, in place; tied parameters stay tied."""
     for module in model.modules():
         holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in holders:
@@ -207,7 +213,7 @@ def _choose_loss(
     if loss is not None:
         if not (is_floating_tensor(value) and value.ndim == 0):
             raise ModelReferenceError(
-                f"The loss of {where} returned {describe(value)}; expected a floating tensor without dims. "
+                f"The loss of {where} returned {describe(value)}; expected a floating tensor without dims (a scalar). "
                 "Reduce it, for instance to its mean."
             )
         return loss, "given"
@@ -216,7 +222,7 @@ def _choose_loss(
         return None, "module"
     if not any(is_floating_tensor(item) for item in pytree.tree_leaves(outputs)):
         raise ModelReferenceError(
-            f"{where} gives no loss, and its module returns {describe(outputs)}, from which none can be made. "
+            f"{where} gives no loss, and its module returns {describe(outputs)}, from which no loss can be computed. "
             "Return (module, (inputs, targets), loss)."
         )
     return mean_square_loss, "stand-in"

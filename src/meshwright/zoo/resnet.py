@@ -23,10 +23,10 @@ BOTTLENECK_EXPANSION = 4  # table 1: the outer width of a bottleneck is four tim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNetShape:
-    """The size of a ResNet: blocks per stage; widths double and sizes halve from stage to stage.
+    """The sizes of a ResNet. From stage to stage, ``width`` doubles and the image is halved.
 
-    ``stem`` "imagenet" is a 7×7 convolution and a pool that together quarter the image; "cifar" is a 3×3 convolution
-    that keeps its size (He et al., section 4.2).
+    ``stem`` "imagenet" is a 7×7 convolution and a pool that reduce the image to a quarter of its side; "cifar" is a 3×3
+    convolution that keeps the size (He et al., section 4.2).
     """
 
     source: str
@@ -54,11 +54,11 @@ class ResNetShape:
             )
 
     def build(self) -> ResNet:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return ResNet(self)
 
     def batch(self) -> Batch:
-        """Inputs: images (batch, 3, size, size); targets: classes (batch,)."""
+        """Return a synthetic batch. Inputs: images (batch, 3, size, size); targets: classes (batch,)."""
         images = random_images(self.batch_size, self.image_size)
         return (images,), (torch.randint(self.num_classes, (self.batch_size,)),)
 
@@ -66,7 +66,7 @@ class ResNetShape:
 
 
 class ResNet(nn.Module):
-    """Stem, blocks in one sequence, mean over the pixels, head."""
+    """The stem, all blocks in one sequence, the mean over the pixels, and a linear head."""
 
     def __init__(self, shape: ResNetShape) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ResNet(nn.Module):
 
 
 class Stem(nn.Module):
-    """The first convolution."""
+    """The first convolution, with norm, ReLU and (for ImageNet) a pool."""
 
     def __init__(self, shape: ResNetShape) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Stem(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions."""
+    """A residual block of two 3×3 convolutions."""
 
     expansion = 1
 
@@ -129,7 +129,7 @@ class BasicBlock(nn.Module):
 
 
 class BottleneckBlock(nn.Module):
-    """1×1 down, 3×3, 1×1 up."""
+    """A residual block of a 1×1 convolution that narrows, a 3×3 convolution, and a 1×1 convolution that widens."""
 
     expansion = BOTTLENECK_EXPANSION
 
@@ -152,7 +152,7 @@ class BottleneckBlock(nn.Module):
 
 
 def shortcut(num_inputs: int, num_outputs: int, stride: int) -> nn.Module:
-    """Return the identity where the sizes allow it, else a normed 1×1 convolution (option B of the paper)."""
+    """Return the identity if input and output have the same size, else a normed 1×1 convolution (paper's option B)."""
     if stride == 1 and num_inputs == num_outputs:
         return nn.Identity()
     return nn.Sequential(

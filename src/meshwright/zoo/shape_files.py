@@ -1,4 +1,4 @@
-"""Shapes: the sizes of the zoo's models as TOML data, each with its source; `replace` gives any other size."""
+"""Shape files: the sizes of the zoo's models as TOML, each with its source (`load_shape`)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MAX_SIZE = 2**31 - 1
 
 
 def load_shape(reference: str) -> Shape:
-    """Read a model configuration: by the name of a shipped one, or from a .toml file of the same form.
+    """Read the shape (sizes) of a model, by the name of a shipped model or from a .toml file of the same form.
 
     Raises ModelReferenceError for a name that is not shipped, DocumentError for a file that cannot be read.
     """
@@ -91,4 +91,4 @@ def _check_amounts(data: dict[str, Any], path: Path) -> None:
     for key, value in data.items():
         most = MAX_LAYERS if "layers" in key else MAX_SIZE
         if isinstance(value, int) and value > most:
-            raise DocumentError(f"{path}: {key} is larger than {most:,}, to which shapes are limited. Correct it.")
+            raise DocumentError(f"{path}: {key} is larger than {most:,}, the limit of shape files. Correct it.")

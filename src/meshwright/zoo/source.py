@@ -1,4 +1,4 @@
-"""ModelSource: a module with one example batch and its loss, wherever they came from."""
+"""ModelSource: a module with one example batch and its loss, from the zoo, Hugging Face or a user's file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class ModelSource:
 
     ``inputs`` is a tuple of positional or a dict of keyword arguments of ``model.forward``; ``targets`` are the further
     arguments of ``loss(outputs, *targets) -> scalar``. The first dim of every tensor in both is the batch.
-    ``loss`` is None where the module itself computes the scalar loss (`own_loss`). ``loss_origin`` says where the loss
-    is from: "given" with the model, the "module" itself, or a "stand-in" because nobody gave one. ``reads_bytes``: a
-    language model whose tokens are bytes, so that any text is training data.
+    ``loss`` is None if the module itself computes the scalar loss (`own_loss`). ``loss_origin`` is "given" if the loss
+    came with the model, "module" if the module computes it, and "stand-in" if there was no loss and
+    `mean_square_loss` is used. ``reads_bytes``: the model is a language model whose tokens are bytes, so that any text
+    can be training data.
     """
 
     name: str
@@ -36,27 +37,27 @@ class ModelSource:
 
     @property
     def batch_size(self) -> int:
-        """Samples in the example batch."""
+        """Number of samples in the example batch."""
         return first_tensor(self.inputs).shape[0]
 
     def compute_loss(self) -> torch.Tensor:
-        """Run the model on its example batch; returns the scalar loss."""
+        """Run the model on its example batch, and return the scalar loss."""
         outputs = call_forward(self.model, self.inputs)
         return own_loss(outputs) if self.loss is None else self.loss(outputs, *self.targets)
 
 
 def call_forward(model: nn.Module, inputs: tuple[Any, ...] | dict[str, Any]) -> Any:
-    """Call a module with a batch of positional or keyword arguments."""
+    """Call a module with a batch: a tuple of positional or a dict of keyword arguments."""
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
 def first_tensor(batch: Any) -> torch.Tensor:
-    """Return the first tensor of a batch with at least one dim; there is one in every ModelSource."""
+    """Return the first tensor of a batch that has at least one dim; every ModelSource has such a tensor."""
     return next(item for item in pytree.tree_leaves(batch) if isinstance(item, torch.Tensor) and item.ndim)
 
 
 def mean_square_loss(outputs: Any) -> torch.Tensor:
-    """Return the stand-in loss: the mean over the floating outputs of each one's mean square."""
+    """Return the stand-in loss: the mean square of each floating output, averaged over the outputs."""
     floating = [item for item in pytree.tree_leaves(outputs) if is_floating_tensor(item)]
     return torch.stack([item.square().mean() for item in floating]).mean()
 

@@ -1,14 +1,15 @@
 """T5: encoder and decoder of pre-norm blocks whose attention has a learned bias by the distance of two tokens.
 
-    scores = Q Kᵀ + B[bucket(j − i)]       one table B per stack, shared by its blocks; not scaled by √K
+    scores = Q Kᵀ + B[bucket(j − i)]       encoder and decoder have one table B each; not scaled by √K
     encoder: x = x + attention(norm(x)); x = x + mlp(norm(x))
     decoder: the same with causal attention, and between the two  x = x + attend(norm(x), encoded)
     logits = norm(x) Eᵀ / √D
 
-Distances fall into buckets: half of them hold one distance each, the rest grow logarithmically up to a last one; the
-encoder halves all of them to tell before from behind. Norms are RMS norms, no linear layer has a bias. Source: Raffel
-et al., "Exploring the Limits of Transfer Learning" (2020), section 2.1 and appendix; scales and initial weights: its
-published code (google-research/text-to-text-transfer-transformer, Mesh TensorFlow's transformer layers).
+Distances fall into buckets: half of the buckets hold one distance each, the others grow logarithmically up to the last
+one. The encoder has separate buckets, half of them each, for earlier and later tokens. Norms are RMS norms, no linear
+layer has a bias. Source: Raffel et al., "Exploring the Limits of Transfer Learning" (2020), section 2.1 and appendix;
+scales and initial weights: its published code (google-research/text-to-text-transfer-transformer, Mesh TensorFlow's
+transformer layers).
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ NORM_EPSILON = 1e-6  # layer_norm_epsilon of the published code
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5Shape:
-    """The size of a T5: ``num_layers`` blocks in either stack, ``target_length`` tokens that the decoder reads."""
+    """The sizes of a T5: ``num_layers`` blocks in each of encoder and decoder.
+
+    The encoder reads ``sequence_length`` tokens, the decoder ``target_length``. ``num_buckets`` and ``max_distance``
+    belong to the relative positions, which the module's docstring describes.
+    """
 
     source: str
     num_layers: int
@@ -56,27 +61,31 @@ class T5Shape:
         if self.num_buckets < 4 or self.num_buckets % 4 or self.max_distance <= self.num_buckets // 2:
             raise ModelReferenceError(
                 f"A T5 with {self.num_buckets} buckets up to a distance of {self.max_distance} was described; expected "
-                "a multiple of 4 and a distance of more than half of it."
+                "a number of buckets that is a multiple of 4, and a distance of more than half of it."
             )
         if min(self.sequence_length, self.target_length) < 1:
             raise ModelReferenceError(
                 f"Sequences of {self.sequence_length} tokens in and {self.target_length} out were asked for; "
-                "choose at least 1."
+                "choose at least 1 for both."
             )
 
     def build(self) -> T5:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return T5(self)
 
     def batch(self) -> Batch:
-        """Inputs: tokens (batch, sequence), decoder's tokens (batch, target); targets: the same, moved by one."""
+        """Return a synthetic batch.
+
+        Inputs: tokens of the encoder (batch, sequence) and of the decoder (batch, target). Targets: the decoder's
+        tokens shifted by one (batch, target).
+        """
         return random_translations(self.batch_size, self.sequence_length, self.target_length, self.vocabulary)
 
     loss = staticmethod(token_cross_entropy)
 
 
 class T5(nn.Module):
-    """Encoder and decoder; one embedding matrix serves both and the output head."""
+    """Encoder and decoder; both and the output head share one embedding matrix."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -94,7 +103,7 @@ class T5(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BT: torch.Tensor, decoder_tokens_BU: torch.Tensor) -> torch.Tensor:
-        """Tokens (batch, sequence) and (batch, target) → logits (batch, target, vocabulary)."""
+        """Tokens of encoder (batch, sequence) and decoder (batch, target) → logits (batch, target, vocabulary)."""
         bias_1HTT = self.encoder_bias(tokens_BT.shape[1])
         x_BTD = self.dropout(self.embedding(tokens_BT))
         for block in self.encoder:
@@ -108,7 +117,7 @@ class T5(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """What is added to the scores of every head, by the distance of two tokens; minus infinity ahead if causal."""
+    """The bias added to the scores of every head, by the distance of two tokens; minus infinity ahead if causal."""
 
     def __init__(self, shape: T5Shape, *, causal: bool) -> None:
         super().__init__()
@@ -117,14 +126,14 @@ class RelativeBias(nn.Module):
         nn.init.normal_(self.table.weight, std=shape.width**-0.5)
 
     def forward(self, length: int) -> torch.Tensor:
-        """Bias (1, heads, length, length)."""
+        """Return the bias (1, heads, length, length) for sequences of ``length`` tokens."""
         places_T = torch.arange(length, device=self.table.weight.device)
         ahead_TT = places_T - places_T.unsqueeze(1)
         bias_1HTT = self.table(self.buckets(ahead_TT)).permute(2, 0, 1).unsqueeze(0)
         return bias_1HTT.masked_fill(ahead_TT > 0, -torch.inf) if self.causal else bias_1HTT
 
     def buckets(self, ahead_TT: torch.Tensor) -> torch.Tensor:
-        """Return the bucket of each distance (key's place minus query's)."""
+        """Return the bucket of each distance (position of the key minus position of the query)."""
         num_buckets = self.num_buckets
         first_TT, distance_TT = torch.zeros_like(ahead_TT), (-ahead_TT).clamp(min=0)
         if not self.causal:
@@ -137,7 +146,7 @@ class RelativeBias(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention and perceptron, each on a normed copy of the residual stream."""
+    """Attention and a perceptron, each applied to a normed copy of the residual stream and added to it."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -155,7 +164,7 @@ class EncoderBlock(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention to what came before, attention to what was encoded, perceptron."""
+    """Causal self-attention, attention to the encoder's output, and a perceptron, each added to the residual stream."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -176,7 +185,7 @@ class DecoderBlock(nn.Module):
 
 
 class BiasedAttention(nn.Module):
-    """Attention whose scores get a bias and are not scaled."""
+    """Attention whose scores get a bias (`RelativeBias`) and are not scaled."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -192,7 +201,7 @@ class BiasedAttention(nn.Module):
         nn.init.normal_(self.projection.weight, std=inner**-0.5)
 
     def forward(self, x_BUD: torch.Tensor, memory_BTD: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Queries of (batch, target, width), keys and values of (batch, sequence, width) → (batch, target, width)."""
+        """Queries (batch, target, width), keys and values (batch, sequence, width) → (batch, target, width)."""
         query, key, value = (
             linear(source).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for linear, source in ((self.query, x_BUD), (self.key, memory_BTD), (self.value, memory_BTD))
@@ -203,7 +212,7 @@ class BiasedAttention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Widen, ReLU, and back."""
+    """A perceptron: a linear layer to the hidden width, ReLU, and a linear layer back."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()

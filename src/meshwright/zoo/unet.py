@@ -1,9 +1,9 @@
-"""U-Net: an encoder that halves the image, a decoder that doubles it, and a skip between equals on every level.
+"""U-Net: an encoder that halves the image, a decoder that doubles it, and a skip connection on every level.
 
     e_k = convolve(pool(e_{k-1}));   d_k = convolve(concat(e_k, upsample(d_{k+1})));   logits = W d_0
 
-The skip of level k spans everything below it, so that pipeline stages of this model exchange with more than their
-neighbours. Source: Ronneberger, Fischer and Brox, "U-Net" (2015), figure 1 and section 3 (initial weights);
+The skip connection of level k bypasses all levels below, so pipeline stages of this model send to more stages than the
+next one. Source: Ronneberger, Fischer and Brox, "U-Net" (2015), figure 1 and section 3 (initial weights);
 convolutions are padded here, so that skips need no cropping.
 """
 
@@ -22,7 +22,7 @@ from meshwright.zoo.checks import check_halvings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UNetShape:
-    """The size of a U-Net: ``num_levels`` halvings; ``width`` channels at full size, doubled at each level below."""
+    """The sizes of a U-Net: ``num_levels`` halvings; ``width`` channels at full size, doubled at each halving."""
 
     source: str
     num_levels: int
@@ -36,16 +36,20 @@ class UNetShape:
     def __post_init__(self) -> None:
         if min(self.num_levels, self.width) < 1:
             raise ModelReferenceError(
-                f"A U-Net of {self.num_levels} levels and width {self.width} was described; expected at least 1."
+                f"A U-Net of {self.num_levels} levels and width {self.width} was described; expected both to be at "
+                "least 1."
             )
         check_halvings("U-Net", self.image_size, self.num_levels)
 
     def build(self) -> UNet:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return UNet(self)
 
     def batch(self) -> Batch:
-        """Inputs: images (batch, 3, size, size); targets: the class of each pixel (batch, size, size)."""
+        """Return a synthetic batch.
+
+        Inputs: images (batch, 3, size, size). Targets: the class of each pixel (batch, size, size).
+        """
         images = random_images(self.batch_size, self.image_size)
         return (images,), (torch.randint(self.num_classes, (self.batch_size, self.image_size, self.image_size)),)
 
@@ -53,7 +57,7 @@ class UNetShape:
 
 
 class UNet(nn.Module):
-    """Encoder, bottom, decoder with skips, and a 1×1 convolution as head."""
+    """Encoder, bottom, decoder with skip connections, and a 1×1 convolution as head."""
 
     def __init__(self, shape: UNetShape) -> None:
         super().__init__()
@@ -97,7 +101,7 @@ class DoubleConvolution(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """Double the size, halve the channels, join the skip of the same level."""
+    """Double the image, halve the channels, concatenate the skip of the same level, and apply two convolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

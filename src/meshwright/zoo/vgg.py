@@ -1,4 +1,4 @@
-"""VGG: 3×3 convolutions in groups, a pool after each, and a perceptron of three layers.
+"""VGG: groups of 3×3 convolutions, each followed by a pool, and a perceptron of three layers.
 
 Source: Simonyan and Zisserman, "Very Deep Convolutional Networks" (2014), table 1; the pool to a fixed grid before the
 perceptron, which lets images have any size, is torchvision's. Initial weights: He et al., "Delving Deep" (2015).
@@ -18,7 +18,10 @@ from meshwright.zoo.batch_examples import NUM_COLOURS, Batch, cross_entropy, ran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VGGShape:
-    """The size of a VGG: the widths of the convolutions of each group, of the perceptron, and its input grid."""
+    """The sizes of a VGG: ``widths`` are the channels of the convolutions in each group.
+
+    The perceptron has ``hidden_width``; its input is the image pooled to ``grid`` × ``grid`` pixels.
+    """
 
     source: str
     widths: tuple[tuple[int, ...], ...]
@@ -44,11 +47,11 @@ class VGGShape:
             )
 
     def build(self) -> VGG:
-        """Return the model, with fresh weights."""
+        """Return the model with newly initialised weights."""
         return VGG(self)
 
     def batch(self) -> Batch:
-        """Inputs: images (batch, 3, size, size); targets: classes (batch,)."""
+        """Return a synthetic batch. Inputs: images (batch, 3, size, size); targets: classes (batch,)."""
         images = random_images(self.batch_size, self.image_size)
         return (images,), (torch.randint(self.num_classes, (self.batch_size,)),)
 
@@ -56,7 +59,7 @@ class VGGShape:
 
 
 class VGG(nn.Module):
-    """Convolutions in one sequence, a pool to the grid, the perceptron."""
+    """All convolutions in one sequence, a pool to the grid, and the perceptron."""
 
     def __init__(self, shape: VGGShape) -> None:
         super().__init__()

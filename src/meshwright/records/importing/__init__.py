@@ -1,4 +1,4 @@
-"""Import files of other tools into the measurement table; the content of a file decides its kind."""
+"""Read files of other tools as rows of the measurement table (`import_file`); the content decides a file's kind."""
 
 from meshwright.records.importing.imported import Imported
 from meshwright.records.importing.read_records import import_file

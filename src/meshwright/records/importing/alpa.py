@@ -1,12 +1,13 @@
-"""Alpa's profiling database (``prof_database.pkl``) and its result tables (``.tsv``) as rows; a safe reader of pickles.
+"""Read Alpa's profiling database (``prof_database.pkl``) and result tables (``.tsv``); safe reader of pickles.
 
-The database holds, per mesh of (hosts, devices per host), lists of (elements of the full tensor, seconds) for each
-collective over all groups of a factorisation of the mesh at once, and (floating-point operations, seconds) of square
-matrix products (Zheng et al., OSDI 2022, artifact; ``alpa/mesh_profiling.py``). Two kinds of rows are not measurements:
+For each mesh of (hosts, devices per host), the database holds series of points. The points of a collective are
+(elements of the full tensor, seconds), timed while all groups of the mesh run it at once. The points of square matrix
+products are (floating-point operations, seconds). Source: Zheng et al., OSDI 2022, artifact
+(``alpa/mesh_profiling.py``). Two flags mark rows that are not measurements:
 
-    noop      sizes at which the op does nothing: none at all, fewer elements than ranks (all-gather, reduce-scatter),
-              fewer than ranks² (all-to-all): what was timed is the empty loop
-    plateau   points that were raised so that bandwidth never falls with size: size / seconds is its neighbour's
+    noop      the size is so small that the op does nothing: no elements, fewer than ranks (all-gather, reduce-scatter)
+              or fewer than ranks² (all-to-all). The time is that of the empty loop
+    plateau   Alpa raised the time so that bandwidth never falls with size: size / seconds is that of the neighbour
 
 Points of infinite seconds (a series that failed) are left out and counted. `load_pickle` reads a pickle as plain data.
 """
@@ -34,7 +35,7 @@ MAX_OPCODES = 5_000_000
 # Longer integers cannot be sizes or counts; decoding them would take time and memory.
 _MAX_INTEGER_BYTES = 16
 
-_REMEDY = "Only tables of numbers are read; convert the file to CSV or parquet if you trust its origin."
+_REMEDY = "Only pickled tables of numbers are read; convert the file to CSV or parquet if you trust its origin."
 _SCALARS = {"f8": "<d", "i8": "<q"}
 # A text stands for the bytes of one number; a longer one, kept once and encoded often, would fill the memory.
 _MAX_ENCODED = max(map(struct.calcsize, _SCALARS.values()))
@@ -42,21 +43,21 @@ _MAX_ENCODED = max(map(struct.calcsize, _SCALARS.values()))
 
 @dataclass(frozen=True, slots=True)
 class GlobalName:
-    """A global that the pickle asks for; never looked up."""
+    """The name of a global ("module.name") to which a pickle refers. It is never imported."""
 
     text: str
 
 
 @dataclass(slots=True, eq=False)
 class Pairs:
-    """A mapping: its keys and values in order."""
+    """A mapping of a pickle, as a list of (key, value) in order."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class PickledObject:
-    """An object of a class that may be read: its attributes, as the pickle gives them."""
+    """An object of an allowed class: the name of the class, and its attributes as the pickle stores them."""
 
     name: str
     state: Pairs | None = None
@@ -80,21 +81,22 @@ _MARK = object()
 # Mappings stay lists of pairs (`Pairs`): to hash a key that shares its parts a hundred times over would never end.
 # Source of the opcodes: pickletools of CPython, protocols 2 to 5.
 def load_pickle(content: bytes, classes: Collection[str]) -> Any:
-    """Return the plain data of a pickle whose objects are of ``classes`` ("module.Name").
+    """Return the plain data of a pickle, without importing or running anything of it.
 
-    Raises DocumentError for any other pickle.
+    Objects of ``classes`` ("module.Name") become `PickledObject`, mappings `Pairs`. Raises DocumentError for a pickle
+    that is damaged, or that contains anything else than plain data and such objects.
     """
     machine = _Machine(frozenset(classes))
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
             if count >= MAX_OPCODES:
-                raise DocumentError(f"A pickle of more than {MAX_OPCODES} steps. {_REMEDY}")
+                raise DocumentError(f"The pickle has more than {MAX_OPCODES} opcodes. {_REMEDY}")
             if opcode.name == "STOP":
                 return machine.result()
             machine.step(opcode.name, argument)
     except (ValueError, IndexError, KeyError, struct.error, OverflowError):
         pass
-    raise DocumentError(f"A pickle that is cut off or spoilt. {_REMEDY}")
+    raise DocumentError(f"The pickle is truncated or damaged. {_REMEDY}")
 
 
 class _Machine:
@@ -135,11 +137,11 @@ class _Machine:
         elif name in _ACTIONS:
             _ACTIONS[name](self)
         else:
-            raise DocumentError(f"A pickle that asks for {name}, which plain data never needs. {_REMEDY}")
+            raise DocumentError(f"The pickle has the opcode {name}, which plain data never needs. {_REMEDY}")
 
     def _name(self, text: str) -> GlobalName:
         if text not in self._classes and text not in _KNOWN_NAMES:
-            raise DocumentError(f"A pickle that asks for {text[:200]!r}, which is not plain data. {_REMEDY}")
+            raise DocumentError(f"The pickle refers to {text[:200]!r}, which is not plain data. {_REMEDY}")
         return GlobalName(text)
 
     def since_mark(self) -> list[Any]:
@@ -181,7 +183,7 @@ class _Machine:
         """An object of a class that was named; arguments are never given to it."""
         arguments, name = self.pop(), self.pop()
         if not isinstance(name, GlobalName) or name.text not in self._classes or arguments != ():
-            raise DocumentError(f"A pickle that makes an object which is not plain data. {_REMEDY}")
+            raise DocumentError(f"The pickle makes an object that is not plain data. {_REMEDY}")
         self._stack.append(PickledObject(name.text))
 
     def reduce(self) -> None:
@@ -202,7 +204,7 @@ class _Machine:
             case ("_codecs.encode", (str() as text, "latin1")) if len(text) <= _MAX_ENCODED:
                 self._stack.append(text.encode("latin1"))
             case _:
-                raise DocumentError(f"A pickle that calls {name.text!r} in a way that is not plain data. {_REMEDY}")
+                raise DocumentError(f"The pickle calls {name.text!r}, whose result is not plain data. {_REMEDY}")
 
     def build(self) -> None:
         """The attributes of an object, or the byte order of a dtype, which must be the usual one."""
@@ -210,12 +212,14 @@ class _Machine:
         if isinstance(target, PickledObject) and isinstance(state, Pairs):
             target.state = state
         elif not (isinstance(target, _Dtype) and type(state) is tuple and len(state) > 1 and state[1] == "<"):
-            raise DocumentError(f"A pickle that sets the state of something that is not plain data. {_REMEDY}")
+            raise DocumentError(f"The pickle sets the state of an object that is not plain data. {_REMEDY}")
 
 
 def _checked(value: Any) -> Any:
     if type(value) is int and value.bit_length() > 8 * _MAX_INTEGER_BYTES:
-        raise DocumentError(f"A pickle with an integer of {value.bit_length()} bits. {_REMEDY}")
+        raise DocumentError(
+            f"The pickle has an integer of {value.bit_length()} bits, too long for a size or a count. {_REMEDY}"
+        )
     return value
 
 
@@ -270,13 +274,18 @@ _SAME = 1e-9
 
 
 def read_database(content: bytes, *, device: str, source: str) -> Imported:
-    """Return rows of a profiling database on devices of one kind. Raises DocumentError for any other pickle."""
+    """Return the rows of Alpa's profiling database, measured on devices of the kind ``device``.
+
+    ``source`` is the file's name, for rows and messages. Raises DocumentError for any other pickle.
+    """
     meshes = _pairs(load_pickle(content, {_RESULT}), "a mapping of meshes")
     rows: list[Row] = []
     num_series = 0
     for key, result in meshes:
         if not isinstance(result, PickledObject) or result.state is None:
-            raise DocumentError(f"{source}: expected a profiling result for each mesh; this is another pickle.")
+            raise DocumentError(
+                f"{source}: expected a profiling result of Alpa for each mesh; this is a pickle of another kind."
+            )
         num_nodes, per_node = _mesh(key, source)
         tables = {name: table for name, table in result.state.items if isinstance(name, str)}
         series: Iterator[Iterator[Row]] = chain(
@@ -302,7 +311,10 @@ def read_database(content: bytes, *, device: str, source: str) -> Imported:
 
 
 def read_results(text: str, *, device: str, source: str) -> Imported:
-    """Return step times of Alpa's result tables: rows of latencies in seconds, without failed ones and rates alone."""
+    """Return the training step times of one of Alpa's result tables, as rows: the median of each run's latencies.
+
+    Runs that failed or have no latencies are left out and counted. Raises DocumentError for lines of another form.
+    """
     rows: list[Row] = []
     left_out = {"failed, or no latency": 0}
     for line in text.splitlines():
@@ -329,7 +341,9 @@ def read_results(text: str, *, device: str, source: str) -> Imported:
             ArithmeticError,
             OSError,
         ):
-            raise DocumentError(f"{source}: {line[:100]!r} is not a row of Alpa's results. Check the file.") from None
+            raise DocumentError(
+                f"{source}: {line[:100]!r} is not a row of Alpa's result tables. Check the file."
+            ) from None
         if not len(latencies) or not (latencies > 0).all():
             left_out["failed, or no latency"] += 1
             continue
@@ -356,7 +370,9 @@ def _collective(op: str, key: Any, points: Any, num_nodes: int, per_node: int) -
         case (tuple() as groups, str() as code) if code in _DTYPES:
             num_groups, ranks, stride = _layout(groups)
         case _:
-            raise DocumentError(f"The key of a series of {op} is not (groups of devices, dtype). Check the file.")
+            raise DocumentError(
+                f"The key of an {op} series of Alpa's database is not (groups of devices, dtype). Check the file."
+            )
     dtype = _DTYPES[code]
     least = {"all_to_all": ranks**2, "all_reduce": 1}.get(op, ranks)
     where = {"ranks": ranks, "groups": num_groups, "stride": stride, "nodes": num_nodes, "devices_per_node": per_node}
@@ -371,13 +387,15 @@ def _products(key: Any, points: Any) -> Iterator[Row]:
         case (_, str() as code) if code in _DTYPES:
             pass
         case _:
-            raise DocumentError("The key of a series of products is not (shape, dtype). Check the file.")
+            raise DocumentError(
+                "The key of a series of matrix products in Alpa's database is not (shape, dtype). Check the file."
+            )
     for flops, seconds, raised in _points(points):
         side = round((flops / 2) ** (1 / 3))
         if 2 * side**3 != flops:
             raise DocumentError(
-                f"A product of {flops} operations is not one of square matrices, for which 2 n³ is expected. Check the "
-                "file."
+                f"A matrix product in Alpa's database has {flops} operations; expected 2 n³ for square matrices. Check "
+                "the file."
             )
         flag = "noop" if flops == 0 else "plateau" if raised else ""
         shapes = named_shapes(m=side, n=side, k=side)
@@ -402,14 +420,22 @@ def _points(points: Any) -> Iterator[tuple[int, float, bool]]:
 def _layout(groups: tuple[Any, ...]) -> tuple[int, int, int]:
     """(number of groups, ranks of each, distance between the ranks of a group) of groups of device ids."""
     if not groups or not all(type(group) is tuple and len(group) == len(groups[0]) for group in groups):
-        raise DocumentError("The groups of a series are not tuples of one length. Check the file.")
+        raise DocumentError(
+            "The groups of devices of a series in Alpa's database are not tuples of equal length. Check the file."
+        )
     if not 0 < len(groups) * len(groups[0]) <= _MAX_DEVICES:
-        raise DocumentError(f"The groups of a series hold more than {_MAX_DEVICES} devices, or none. Check the file.")
+        raise DocumentError(
+            f"A series in Alpa's database has more than {_MAX_DEVICES} devices, or no device. Check the file."
+        )
     if not all(type(device) is int for group in groups for device in group):
-        raise DocumentError("The groups of a series contain values that are not device ids. Check the file.")
+        raise DocumentError(
+            "The groups of a series in Alpa's database contain values that are not device ids. Check the file."
+        )
     distances = {there - here for group in groups for here, there in pairwise(group)}
     if len(distances) > 1 or (distances and min(distances) < 1):
-        raise DocumentError("The ranks of a group are not equally far apart; such groups have no row. Check the file.")
+        raise DocumentError(
+            "The device ids of a group in Alpa's database are not equally spaced, so it has no row. Check the file."
+        )
     return len(groups), len(groups[0]), distances.pop() if distances else 0
 
 
@@ -418,12 +444,14 @@ def _mesh(key: Any, source: str) -> tuple[int, int]:
         case (_, (int() as hosts, int() as devices)) if hosts > 0 and devices > 0:
             return hosts, devices
         case _:
-            raise DocumentError(f"{source}: a mesh's key is not (cluster, (hosts, devices per host)). Check the file.")
+            raise DocumentError(
+                f"{source}: the key of a mesh is not (cluster, (hosts, devices per host)). Check the file."
+            )
 
 
 def _pairs(value: Any, expected: str) -> list[tuple[Any, Any]]:
     if not isinstance(value, Pairs):
-        raise DocumentError(f"A pickle of another kind; expected {expected}. Check which file was meant.")
+        raise DocumentError(f"The pickle is of another kind; expected {expected}. Check which file was meant.")
     return value.items
 
 

@@ -1,4 +1,4 @@
-"""What became of a file of another tool: its rows, and what was left out for which reason."""
+"""The result of importing a file of another tool: its rows, and the number of entries left out by reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Imported:
     """The rows of an imported file.
 
-    ``kind``: the format that was recognised. ``left_out``: the number of entries that became no row, by reason.
+    ``kind``: the recognised format, in words. ``left_out``: the number of entries without a row, by reason.
     """
 
     kind: str

@@ -6,8 +6,8 @@
                                bandwidths agree so); keys of attention = ``isl`` + ``step``
     VIA-Research/vTrain        NCCL all-reduce among n devices of one node: out-of-place time in microseconds
 
-A dtype with a colon says after it what else differs: ``float8_e4m3fn:block`` (scales per block),
-``bfloat16:kv=float8_e4m3fn`` (keys and values are kept in it). Devices get the names of the shipped device kinds.
+Text after a colon in a dtype names a further property: ``float8_e4m3fn:block`` (scales per block),
+``bfloat16:kv=float8_e4m3fn`` (dtype of the cached keys and values). Devices get the names of the shipped device kinds.
 """
 
 from __future__ import annotations
@@ -48,25 +48,28 @@ _COLLECTIVES = {"alltoall": "all_to_all"}
 
 
 def read_public(columns: Columns, *, source: str) -> Imported | None:
-    """Return rows of a public table, identified by its column names; None for an unknown table."""
+    """Return the rows of a public table, which its column names identify; None for an unknown kind of table.
+
+    ``source`` is the file's name, for rows and messages. Raises DocumentError for impossible or unknown values.
+    """
     for needed, kind, convert in _KINDS:
         if needed <= columns.keys():
             try:
                 records, left_out = keep_sound(**{"source": source, **convert(columns)})
             except KeyError as error:
                 raise DocumentError(
-                    f"{source}: {error.args[0]!r} is not known to tables of {kind}. Leave it out."
+                    f"{source}: the value {error.args[0]!r} is not known for a table of {kind}. Leave its rows out."
                 ) from None
             except (ValueError, TypeError, OverflowError) as error:
                 raise DocumentError(
-                    f"{source}: a table of {kind} with impossible figures ({error}). Check the file."
+                    f"{source}: the table of {kind} has impossible figures ({error}). Check the file."
                 ) from None
             return Imported(kind=kind, records=records, left_out=left_out)
     return None
 
 
 def public_columns(names: Collection[str]) -> list[str]:
-    """Return those of ``names`` that `read_public` reads; empty for an unknown kind of table."""
+    """Return the column names among ``names`` that `read_public` reads; empty for an unknown kind of table."""
     for needed, _, _ in _KINDS:
         if needed <= set(names):
             return [name for name in names if name in needed | {"source"}]

@@ -1,10 +1,12 @@
-"""The rows of any file of measurements (`import_file`), of profiler traces, and of PipeDream's profiles.
+"""Read measurement files of any known kind as rows (`import_file`): tables, profiler traces, PipeDream's profiles.
 
-    parquet    our own table, or a public one (aiconfigurator)        {...}      a trace, or a table of one device
-    pickle     Alpa's profiling database, read by `alpa` alone     a -- b     PipeDream's profile
-    a,b,c      a public table (aiconfigurator, vTrain)                tabs       Alpa's results
+The content of a file decides its kind:
 
-The content decides the kind. Any of them may be compressed (gzip). Sizes are limited before anything is read.
+    parquet    a table of Meshwright, or a public one (aiconfigurator)   {...}    a trace, or a table of one device
+    pickle     Alpa's profiling database (`importing.alpa`)              a -- b   a profile of PipeDream
+    a,b,c      a public table (aiconfigurator, vTrain)                   tabs     Alpa's results
+
+Files may be compressed (gzip). Their sizes are checked before anything is read.
 """
 
 from __future__ import annotations
@@ -79,14 +81,14 @@ class _Event:
 
 
 def without_bare_numbers(content: bytes) -> bytes:
-    """Return the text of a trace with ``null`` for each ``inf``, ``Infinity`` or ``NaN``; every other text as it is."""
+    """Return the text of a trace with ``null`` in place of ``inf``, ``Infinity`` and ``NaN``; other texts unchanged."""
     if b'"traceEvents"' not in content or _ANY_BARE.search(content) is None:
         return content
     return _BARE.sub(lambda found: found[0] if found[0].startswith(b'"') else b"null", content)
 
 
 def is_trace(data: Any) -> bool:
-    """Return whether plain data is a trace."""
+    """Return whether parsed JSON data is a trace of torch's profiler (has ``traceEvents``)."""
     return isinstance(data, dict) and isinstance(data.get("traceEvents"), list)
 
 
@@ -99,9 +101,9 @@ def is_trace(data: Any) -> bool:
 # others rows ``aten.NAME`` with the inputs in the form of a captured op. The trace must have been taken with
 # ``record_shapes=True``. Events: ``torch/csrc/autograd/profiler_kineto.cpp`` and libkineto's ``output_json.cpp``.
 def read_trace(data: dict[str, Any], *, device: str | None, source: str) -> Imported:
-    """Return rows of the ops of a trace, a user's own run, with their shapes.
+    """Return a row for each distinct op (with its shapes) of a trace of torch's profiler.
 
-    ``device``: the name of the device kind; None takes the GPU's own name, or ``cpu``. Raises DocumentError for a trace
+    ``device``: the name of the device kind; None means the GPU's own name, or ``cpu``. Raises DocumentError for a trace
     without ops, or with GPUs of several kinds.
     """
     events = [event for event in data["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
@@ -127,7 +129,7 @@ def read_trace(data: dict[str, Any], *, device: str | None, source: str) -> Impo
     if not samples:
         found = "; ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         raise DocumentError(
-            f"{source}: a trace without ops that have shapes and times ({found or 'no op at all'}). Record with "
+            f"{source}: the trace has no ops with shapes and times ({found or 'no op at all'}). Record it with "
             "torch.profiler.profile(record_shapes=True)."
         )
     records, odd = keep_sound(
@@ -281,8 +283,8 @@ def _device(data: dict[str, Any], has_kernels: bool, source: str) -> str:
     if len(names) != 1 or not all(name in names for name in given):
         known = ", ".join(name[:100] for name in names[:8])
         raise DocumentError(
-            f"{source}: kernels of devices {known or 'that are not named'}; expected one kind, named. Name it with "
-            "--device."
+            f"{source}: the trace has kernels of {known or 'devices without a name'}; expected devices of one kind. "
+            "Name the kind with --device."
         )
     name = names[0]
     return DEVICES.get(name, name)
@@ -302,7 +304,10 @@ _FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", 
 # left out; an activation that is a list (``[a; b]``) counts as the sum. Format: `read_graph.py` and `graph/graph.py` of
 # the PipeDream repository (Narayanan et al., SOSP 2019).
 class ProfiledLayer(NamedTuple):
-    """One line of a profile; ``activation_bytes`` are those of the layer's output."""
+    """One layer of a PipeDream profile: milliseconds of its passes, bytes of its output and of its parameters.
+
+    ``what`` describes the layer, such as ``Conv2d(3, 64)``.
+    """
 
     name: str
     what: str
@@ -313,12 +318,12 @@ class ProfiledLayer(NamedTuple):
 
     @property
     def is_input(self) -> bool:
-        """Return whether it stands for the loading of data."""
+        """Return whether the layer is an input, whose times are those of loading data."""
         return self.what.startswith("Input")
 
 
 def read_layers(text: str, *, source: str) -> Iterator[ProfiledLayer]:
-    """Return the layers of a profile, in its order. Raises DocumentError for lines of another kind."""
+    """Yield the layers of a PipeDream profile, in its order. Raises DocumentError for lines of another kind."""
     for line in text.splitlines():
         if not line.strip() or line.startswith("\t"):
             continue
@@ -329,7 +334,7 @@ def read_layers(text: str, *, source: str) -> Iterator[ProfiledLayer]:
 
 
 def read_edges(text: str, *, source: str) -> Iterator[tuple[str, str]]:
-    """Return pairs of layers by name: the first passes its output to the second.
+    """Yield the edges of a PipeDream profile: pairs of layer names, of which the first passes its output to the second.
 
     Raises DocumentError for lines of another kind.
     """
@@ -342,7 +347,10 @@ def read_edges(text: str, *, source: str) -> Iterator[tuple[str, str]]:
 
 
 def read_profile(text: str, *, device: str, source: str) -> Imported:
-    """Return forward and backward of every layer in seconds. Raises DocumentError for lines of another kind."""
+    """Return rows with the seconds of forward and backward of every layer of a PipeDream profile.
+
+    Raises DocumentError for lines of another kind.
+    """
     rows: list[Row] = []
     left_out = {"inputs (the loading of data)": 0, "passes that take no time": 0}
     for layer in read_layers(text, source=source):
@@ -373,13 +381,15 @@ def _figures(text: str, source: str) -> list[float]:
         if not all(0 <= figure < 1e18 for figure in figures):
             raise ValueError("impossible figures")
     except ValueError:
-        raise DocumentError(f"{source}: {text[:100]!r} are not the four figures of a layer. Check the file.") from None
+        raise DocumentError(
+            f"{source}: {text[:100]!r} are not the four figures of a PipeDream layer. Check the file."
+        ) from None
     return figures
 
 
 _KNOWN = (
-    "our own tables (.parquet, .json), traces of torch's profiler, Alpa's database and results, PipeDream's profiles, "
-    "tables of aiconfigurator and vTrain"
+    "tables of Meshwright (.parquet, .json), traces of torch's profiler, Alpa's database and results, PipeDream's "
+    "profiles, tables of aiconfigurator and vTrain"
 )
 
 # The share of rows that may be odd by themselves; the tables that are known have none.
@@ -387,9 +397,10 @@ _MAX_REFUSED = 0.01
 
 
 def import_file(path: Path | str, *, device: str | None = None) -> Imported:
-    """Return the rows of a file. ``device``: the name of the device kind, for files that do not contain it.
+    """Return the rows of a measurement file of any known kind.
 
-    Raises DocumentError for a file of another kind, too large, damaged, or without a device.
+    ``device``: the name of the device kind, for files that do not contain it. Raises DocumentError for a file that is
+    of another kind, too large, damaged, or without a device.
     """
     path = Path(path)
     content = read_unpacked(path)
@@ -435,7 +446,7 @@ def _public(columns: dict[str, NDArray[Any]], path: Path) -> Imported:
     if num_refused > _MAX_REFUSED * num_rows:
         what = ", ".join(f"{count} with {reason}" for reason, count in imported.left_out.items())
         raise DocumentError(
-            f"{path}: {num_refused} of {num_rows} rows cannot be ({what}); the file is spoilt, or in other units. "
+            f"{path}: {num_refused} of {num_rows} rows are impossible ({what}); the file is damaged or in other units. "
             "Fetch it again, or leave those rows out."
         )
     return imported
@@ -457,4 +468,4 @@ def _named(device: str | None, path: Path) -> str:
 
 
 def _unknown(path: Path) -> DocumentError:
-    return DocumentError(f"{path}: no measurements that are known. Read are {_KNOWN}.")
+    return DocumentError(f"{path}: not a known kind of measurement file. Known are {_KNOWN}.")
