@@ -158,7 +158,7 @@ def test_result_tables(tmp_path):
 def test_result_cells_are_never_run(tmp_path, cell):
     path = tmp_path / "results.tsv"
     path.write_text(f"intra\tp3.16\t1\t2\tgpt\tzero_3\t{cell}\t1639058687\n")
-    with pytest.raises(DocumentError, match="not a row of Alpa's results"):
+    with pytest.raises(DocumentError, match="not a row of Alpa's result tables"):
         import_file(path, device="V100")
     assert [item.name for item in tmp_path.iterdir()] == ["results.tsv"]
 

@@ -260,7 +260,7 @@ def test_heads_of_pages_that_cannot_be_are_refused():
     for head, words in (
         ([0x1C] * 20, "too many levels"),
         ([0x15, *[255] * 20], "more than 64 bits"),
-        ([0x19, 0xF5, 255, 255, 255, 1, 0], "cut off"),
+        ([0x19, 0xF5, 255, 255, 255, 1, 0], "truncated"),
     ):
         with pytest.raises(ValueError, match=words):
             list(_pages(bytes(head), 0, len(head)))

@@ -207,7 +207,7 @@ def test_deep_nesting_does_not_overflow():
 
 def test_programs_are_limited(monkeypatch):
     monkeypatch.setattr(pickled, "MAX_OPCODES", 100)
-    with pytest.raises(DocumentError, match="more than 100 steps"):
+    with pytest.raises(DocumentError, match="more than 100 opcodes"):
         load_pickle(pickle.dumps(list(range(1000))), ())
 
 

@@ -89,9 +89,9 @@ def test_rows_are_found_by_text_and_size():
     assert table.where(op="matmul", device="A100").shapes.tolist() == ["m=8;n=2;k=8"]
     np.testing.assert_array_equal(table.where(op="matmul").size("m"), [4, 8])
     np.testing.assert_array_equal(table.where(op="matmul").size("k"), [8, 8])
-    with pytest.raises(MeasurementError, match="have no 'm'"):
+    with pytest.raises(MeasurementError, match="have no size 'm'"):
         table.size("m")
-    with pytest.raises(MeasurementError, match="have no 'an'"):
+    with pytest.raises(MeasurementError, match="have no size 'an'"):
         make_records(op="o", device="d", shapes="ran=4", seconds=[1.0]).size("an")
 
 

@@ -174,7 +174,7 @@ def test_damaged_shape_files(tmp_path, text, message):
         ("gnmt-tiny", {"num_layers": 1}, "expected at least 2 layers"),
         ("gnmt-tiny", {"sequence_length": 0}, "choose at least 1"),
         ("dlrm-tiny", {"categories": ()}, "at least one of each"),
-        ("dlrm-tiny", {"top_widths": (4, 0)}, "positive sizes"),
+        ("dlrm-tiny", {"top_widths": (4, 0)}, "only positive rows and widths"),
         ("ddpm-tiny", {"multiples": ()}, "at least one level"),
         ("ddpm-tiny", {"num_groups": 5}, "a number of groups that divides"),
         ("ddpm-tiny", {"image_size": 15}, "choose a multiple of 2 pixels"),
