@@ -1,0 +1,219 @@
+"""Emulated clusters (Linux, root): throughput of shaped links beside the file's, and 20 kills of emulated runs.
+
+`links`: two or four ranks over gloo, each rank under its share of a core; bytes of messages per second in one
+direction while they are sent, beside the bandwidth of the file. On shared NICs two ranks of one node send at once, and
+each has half. `kills`: a run is started and its launcher, a rank or its janitor is killed (-9) at a random moment;
+counted is what is left 10 s later: processes, cgroups, links of this namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from harness import Row, make_row, publish_sections
+
+from meshwright.emulation import Emulated, open_lab
+from meshwright.emulation.quotas import find_cpu_groups
+from meshwright.spec import Cluster, DeviceGroup, Link, Node, load_cluster
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "emulated"
+MBITS = (50, 100, 500, 1000, 2000)
+TIMEOUT_S = 120
+TARGET, SECONDS = 0.05, 4.0
+
+
+def cluster_of(bytes_per_s: float, devices: int, nodes: int = 2) -> Cluster:
+    """Nodes with one NIC each."""
+    shipped = load_cluster(EXAMPLES / "shared-nics.toml")
+    first = shipped.nodes[0]
+    nic = Link(latency_s=0.0, bandwidth_bytes_per_s=bytes_per_s)
+    return Cluster(
+        name="links",
+        device_kinds=shipped.device_kinds,
+        nodes=tuple(
+            Node(
+                name=f"node{place}",
+                devices=(DeviceGroup(kind="cpu", count=devices),),
+                host_memory_bytes=first.host_memory_bytes,
+                num_cores=1,
+                device_link=first.device_link,
+                pcie=first.pcie,
+                nic=nic,
+            )
+            for place in range(nodes)
+        ),
+    )
+
+
+def send_all(num_bytes: int, repeats: int) -> None:
+    """As a rank: the first half of the ranks send to the second half; receivers print bytes per second."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    rank, half = dist.get_rank(), dist.get_world_size() // 2
+    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    dist.barrier()
+    # A first message opens the connection and empties the buckets' bursts.
+    for _ in range(2):
+        if rank < half:
+            dist.send(data, rank + half)
+        else:
+            dist.recv(data, rank - half)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        if rank < half:
+            dist.send(data, rank + half)
+        else:
+            dist.recv(data, rank - half)
+    if rank >= half:
+        print(num_bytes * repeats / (time.perf_counter() - start), flush=True)
+    dist.barrier()
+
+
+def throughput(cluster: Cluster, bytes_per_s: float) -> list[float]:
+    """Bytes per second that each receiver got; messages of a quarter of a second."""
+    message = max(2**16, int(bytes_per_s / 4))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_lab(Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks))), Path(folder)) as lab,
+    ):
+        lab.start_clock()
+        command = [sys.executable, *lab.arguments, "emulation", str(message), str(int(SECONDS * 4))]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(cluster.num_ranks), "PYTHONPATH": path()},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(cluster.num_ranks)
+        ]
+        outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    return [float(output) for output in outputs if output]
+
+
+def path() -> str:
+    """The module path of the ranks, which import this file."""
+    return os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+def measure_links(quick: bool) -> list[Row]:
+    """Throughput over one link, and of two ranks that share a NIC."""
+    rows = []
+    for mbits in MBITS[:2] if quick else MBITS:
+        rate = mbits * 1e6 / 8
+        rows.append(link_row(f"{mbits} Mbit/s", rate, throughput(cluster_of(rate, 1), rate)))
+    for mbits in MBITS[:1] if quick else (100, 1000):
+        rate = mbits * 1e6 / 8
+        found = throughput(cluster_of(rate, 2), rate / 2)
+        rows.append(link_row(f"{mbits} Mbit/s shared, both", rate, [sum(found)]))
+        rows.append(link_row(f"{mbits} Mbit/s shared, the slower", rate / 2, [min(found)]))
+    return rows
+
+
+def link_row(name: str, expected: float, found: list[float]) -> Row:
+    """How far off the throughput is, relative to the file's bandwidth."""
+    return make_row(
+        f"{name}: {found[0] * 8 / 1e6:.4g} Mbit/s",
+        abs(found[0] / expected - 1),
+        "off",
+        baseline=expected,
+        target=TARGET,
+    )
+
+
+def left_over(before: set[str]) -> list[str]:
+    """Processes of labs, their cgroups, and new links of this namespace."""
+    groups = [str(folder) for folder in find_cpu_groups()[0].glob("meshwright-lab-*")]
+    links = sorted({path.name for path in Path("/sys/class/net").iterdir()} - before)
+    words = ("meshwright.emulation.enter", "emulation/janitor.py")
+    processes = [name for pid in Path("/proc").glob("[0-9]*") if any(word in (name := line_of(pid)) for word in words)]
+    return groups + links + processes
+
+
+def line_of(pid: Path) -> str:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return (pid / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def kill_runs(quick: bool) -> list[Row]:
+    """Kill launcher, rank or janitor of a run at a random moment; count what is left."""
+    before, draws, left, ended = (
+        {path.name for path in Path("/sys/class/net").iterdir()},
+        random.Random(0),
+        list[str](),
+        0,
+    )
+    victims = ("launcher", "rank", "janitor") * 7
+    with tempfile.TemporaryDirectory() as folder:
+        labs = str(EXAMPLES / "two-labs.toml")
+        plan = ["plan", "gpt-tiny", "--cluster", labs, "--precision", "float32", "--batch", "16", "--stages", "2"]
+        meshwright = [sys.executable, "-m", "meshwright"]
+        subprocess.run(
+            [*meshwright, *plan, "-m", "4", "--schedule", "1f1b", "--out", "plan.json"],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
+        for victim in victims[: 3 if quick else 20]:
+            run = subprocess.Popen(
+                [*meshwright, "run", "plan.json", "--steps", "1000", "--emulate", labs, "--out", "out"],
+                cwd=folder,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            ended += kill_one(run, victim, draws.uniform(0, 15))
+            run.wait(60)
+            time.sleep(10)
+            left += left_over(before)
+    return [
+        make_row("runs in which the victim was killed", ended, ""),
+        make_row("things left", len(left), "", target=0),
+    ]
+
+
+def kill_one(run: subprocess.Popen[bytes], victim: str, after_s: float) -> bool:
+    """Wait until the victim exists and some seconds more, then kill it. A run whose janitor died is ended, too."""
+    words = {"rank": "meshwright.emulation.enter", "janitor": "emulation/janitor.py"}
+    end = time.monotonic() + TIMEOUT_S
+    found = [run.pid] if victim == "launcher" else []
+    while time.monotonic() < end and run.poll() is None:
+        ready = [int(pid.name) for pid in Path("/proc").glob("[0-9]*") if words["rank"] in line_of(pid)]
+        if ready:
+            time.sleep(after_s)
+            if victim != "launcher":
+                found = [int(pid.name) for pid in Path("/proc").glob("[0-9]*") if words[victim] in line_of(pid)]
+            break
+        time.sleep(0.1)
+    if not found or run.poll() is not None:
+        return False
+    os.kill(found[-1], signal.SIGKILL)
+    if victim == "janitor":
+        run.terminate()
+    return True
+
+
+def main() -> int:
+    """Run the sections; 1 if a target was missed."""
+    return publish_sections("emulation", __doc__ or "", {"links": measure_links, "kills": kill_runs})
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        send_all(*map(int, sys.argv[1:]))
+    else:
+        sys.exit(main())
