@@ -1,8 +1,8 @@
 """Meshwright: plan how a model is laid out on machines, predict how fast it runs, and run it.
 
-Public names are loaded on first use, so that ``import meshwright`` is quick and never loads torch. Each entry of the
-table names the module of its public name. Names whose libraries are not installed are missing from ``dir`` and from
-``__all__``, so that help, completion and inspection work with any choice of extras.
+Public names are loaded on first use, so that ``import meshwright`` is quick and never loads torch. The table
+`_PUBLIC` maps each public name to the module that defines it. Names whose libraries are not installed are missing from
+``dir`` and from ``__all__``, so that help, completion and inspection work with any choice of extras.
 """
 
 from importlib import import_module

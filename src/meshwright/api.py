@@ -58,16 +58,16 @@ _NOT_HERE = frozenset(
 
 
 def plan(model: str, cluster: str, **options: Any) -> FoundPlans:
-    """Search for the fastest layout of a model on a cluster that fits.
+    """Search for the fastest plans of a model that fit into a cluster's memory.
 
     Args:
-        model: A zoo name, a shape file, a Hugging Face model or configuration, ``path/to/file.py:function``, or a
-            captured graph.
-        cluster: A cluster file or a short form, ``2x8xH100``.
-        options: Those of ``meshwright plan``: ``batch``, ``tokens``, ``precision``, ``tensor``, ``zero``,
-            ``recompute``, ``memory_margin``, ``method``, ``deadline``, ``top``, ...
+        model: The name of a shipped model, a shape file (.toml), a Hugging Face model or configuration,
+            ``path/to/file.py:function``, or a captured graph.
+        cluster: A cluster file (.toml) or a short form such as ``2x8xH100``.
+        options: The options of ``meshwright plan``, with underscores: ``batch``, ``tokens``, ``precision``, ``tensor``,
+            ``zero``, ``recompute``, ``memory_margin``, ``method``, ``deadline``, ``top``, ...
 
-    Raises PlanError for an unknown option or one without effect, NoFeasiblePlanError if no plan fits.
+    Raises PlanError for an unknown option and for an option without effect here, NoFeasiblePlanError if no plan fits.
     """
     with _as_errors():
         request = _request(model, cluster, options)
@@ -83,7 +83,10 @@ def plan(model: str, cluster: str, **options: Any) -> FoundPlans:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FoundPlans:
-    """The result of a search: ``plans``, best first, for the ``problem`` that a ``request`` describes."""
+    """The result of `plan`: the plans found, best first (``plans``), and the inputs of the search.
+
+    ``options`` are those passed to `plan`, ``request`` holds them parsed, and ``problem`` is the search problem.
+    """
 
     plans: Plans
     request: PlanRequest
@@ -106,15 +109,19 @@ class FoundPlans:
         return self.problem.graph_for(self.plan.microbatch_size)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One plain row per plan; keys as in `Plans.rows`."""
+        """Return one dict per plan, best first, with the keys that `Plans.rows` lists."""
         return self.plans.rows()
 
     def explain(self) -> str:
-        """Explain why the best plan wins, and what it needs."""
+        """Return the text of `Plans.explain`: why the best plan wins, and what it needs."""
         return self.plans.explain()
 
     def why_not(self, other: Plan | None = None, **options: Any) -> str:
-        """Explain what another plan loses, or the best plan under other options (``why_not(tensor=8)``)."""
+        """Return a text that compares ``other`` with the best plan: how much slower it is, and in which terms.
+
+        Without ``other``, search again with changed options, as in ``why_not(tensor=8)``, and compare the best plan of
+        that search; if none fits, the text says why. Raises PlanError if the options define another workload.
+        """
         if other is not None:
             return self.plans.why_not(other)
         kept = {name: value for name, value in self.options.items() if not {name, *options} >= {"batch", "tokens"}}
@@ -124,25 +131,27 @@ class FoundPlans:
             return str(error)
         if found.plan.workload != self.plan.workload:
             raise PlanError(
-                "The options define another workload, so the steps cannot be compared. Give options of the layout: "
-                "tensor, zero, stages, recompute."
+                "The options define another workload, so step times cannot be compared. Give only options of the "
+                "layout, such as tensor, zero, stages or recompute."
             )
         return f"{summarise(found.plan)}: {explain_difference(found.best, self.best)}"
 
     def shares(self) -> Shares:
-        """Return the gain of each choice of the best plan over the plain plan, as `planner.find_shares` computes it."""
+        """Return how much each choice of the best plan gains over the plain plan (`planner.find_shares`)."""
         return find_shares(self.problem, self.plans)
 
     def simulate(self, place: int = 1, *, num_steps: int = 2) -> Simulation:
-        """Simulate the plan at a place of the ranking; its timeline shows the steps from a cold start."""
+        """Simulate ``num_steps`` steps, from a cold start, of the plan at ``place`` of the ranking (1: the best)."""
         chosen = self._at(place).plan
         graph = self.problem.graph_for(chosen.microbatch_size)
         return simulate_plan(chosen, graph, self.problem.cluster, cost=self.problem.cost, num_steps=num_steps)
 
     def save(self, path: str | Path = "layout", place: int = 1) -> list[Path]:
-        """Write a plan: into a file (.json), or with the script that starts it into a folder. Return the paths written.
+        """Write the plan at ``place`` of the ranking (1: the best), and return the paths written.
 
-        Raises PlanError for a stored graph, which has no code to start; give a file name instead.
+        If ``path`` ends in .json, write the plan to that file; else write plan.json and the script that starts it,
+        launch.sh, into the folder ``path``. Raises PlanError if the model is a stored graph and ``path`` a folder: a
+        stored graph has no code to start.
         """
         files = files_to_write(self.request.model, Path(path), None, slurm=False)
         assert files.plan is not None
@@ -151,7 +160,7 @@ class FoundPlans:
         return [item for item in (files.plan, files.script) if item is not None and item.exists()]
 
     def page(self, path: str | Path = "plan.html") -> Path:
-        """Write the page (.html) with all plans, their timelines and memory."""
+        """Write an HTML page with all plans, their timelines and memory; return its path."""
         page_path(Path(path), open_browser=False, name="plan")
         document = plans_document(self.plans, self.problem.graph_for, self.problem.cluster, self.problem.cost)
         return write_page(document, Path(path))
@@ -178,13 +187,16 @@ def _request(model: str | Path, cluster: str | Path, options: dict[str, Any]) ->
     for name, value in options.items():
         if name not in known:
             raise PlanError(
-                f"plan() has no option {name!r}{suggest(name, known)}. The options are those of the command."
+                f"plan() has no option {name!r}{suggest(name, known)}. Give options of `meshwright plan`, with "
+                "underscores."
             )
         words += _words_of(known[name], value)
     context = load_verb("plan").make_context("plan", words)
     request = PlanRequest(given=given_options(context), **context.params)
     if request.method == "place":
-        raise PlanError("plan() assigns whole layers; meshwright.place() assigns single ops to devices.")
+        raise PlanError(
+            "plan() has no method 'place': it assigns whole layers. Call meshwright.place() to assign single ops."
+        )
     request.check()
     return request
 

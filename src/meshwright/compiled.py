@@ -63,7 +63,10 @@ _LOCK_FILE = "meshwright-compiling.lock"
 
 
 def compiled(function: Function) -> Function:
-    """Compile at the first call; later processes load the machine code if a cache folder can be written."""
+    """Return ``function`` compiled by numba at its first call; other processes load the machine code from the cache.
+
+    If no cache folder is writable, every process compiles for itself.
+    """
     try:
         dispatcher: Any = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
@@ -77,9 +80,9 @@ def compiled(function: Function) -> Function:
 
 
 def uncompiled(scope: dict[str, Any], name: str) -> Callable[..., Any]:
-    """Return a compiled function as plain Python, with its callees in the same module.
+    """Return the compiled function ``name`` as plain Python; compiled functions of its module that it calls are, too.
 
-    ``scope``: the module's globals.
+    ``scope``: the globals of that module.
     """
     plain = dict(scope)
     for each, item in scope.items():
@@ -172,7 +175,10 @@ _IMPORT = re.compile(rf"^(?:import|from) ({_HOUSE}(?:\.\w+)*)(?: import (\([^)]*
 
 @cache
 def contents_digest(module: str) -> str:
-    """Return a digest of a module and all modules of ours that it imports, directly or indirectly."""
+    """Return a hash (16 hex digits) of the sources of a module and of all meshwright modules that it imports.
+
+    Indirect imports count, too. ``module`` is a dotted name.
+    """
     digests, left = {}, [module]
     while left:
         name = left.pop()

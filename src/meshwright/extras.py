@@ -20,7 +20,7 @@ EXTRAS = {
 
 
 def missing_of(error: ImportError) -> str:
-    """Return the module of `EXTRAS` whose absence an error reports, or ""."""
+    """Return the module of `EXTRAS` that an error reports as not installed; "" for any other error."""
     name = (error.name or "").split(".")[0]
     return name if name in EXTRAS and isinstance(error, ModuleNotFoundError) else ""
 
@@ -31,6 +31,9 @@ def is_installed(module: str) -> bool:
 
 
 def explain_missing(what: str, module: str, extra: str = "") -> str:
-    """Say that ``what`` needs a module of `EXTRAS`, and how to install it: by ``extra``, or by the usual extra."""
+    """Return the message that ``what`` needs ``module`` (a key of `EXTRAS`), with the pip command that installs it.
+
+    The command names ``extra``; if that is "", the extra of `EXTRAS`.
+    """
     name, usual = EXTRAS[module]
     return f"{what} needs {name}, which is not installed. Run: pip install 'meshwright[{extra or usual}]'."

@@ -16,12 +16,19 @@ ALL_GATHER, REDUCE_SCATTER = (
 
 
 def all_gather_single(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> dist.Work | None:
-    """Gather the parts of all ranks of a group into one tensor."""
+    """All-gather: write the parts of all ranks of a process group into ``whole``, in rank order.
+
+    ``options`` are those of torch's function. Returns a handle to wait for if ``async_op`` is set, else None.
+    """
     work: dist.Work | None = getattr(dist, ALL_GATHER)(whole, part, **options)
     return work
 
 
 def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, **options: Any) -> dist.Work | None:
-    """Sum a tensor over the ranks of a group; each rank gets its part."""
+    """Reduce-scatter: reduce ``whole`` over the ranks of a process group; each rank receives its slice in ``part``.
+
+    ``options`` are those of torch's function, which sums by default. Returns a handle to wait for if ``async_op`` is
+    set, else None.
+    """
     work: dist.Work | None = getattr(dist, REDUCE_SCATTER)(part, whole, **options)
     return work

@@ -375,7 +375,7 @@ def test_rows_left_out_are_gathered_by_reason(rows):
         "3000 left out: layers: expected a positive whole number of at most 12 digits; found '0' (line 11), '-1' "
         "(line 12), '-2' (line 13), '-3' (line 14), ..."
     )
-    assert str(heads).endswith("where each head has its own.; line 3011")
+    assert str(heads).endswith("if each head has its own keys and values.; line 3011")
     many = [LeftOut(reason=f"reason {index}", lines=(index,) * (1 + (index == 15))) for index in range(20)]
     shown = list_reasons(many)
     assert shown[0].startswith("2 left out: reason 15")

@@ -28,7 +28,10 @@ _LARGE = 1e6
 
 
 class SparseRows:
-    """A sparse matrix under construction: entries by row, with the rows' bounds."""
+    """The constraints ``lower <= A x <= upper`` of a program under construction, with A as sparse entries.
+
+    ``count`` is the number of rows. The other fields are lists of arrays, one array per call of `add` or `fill`.
+    """
 
     def __init__(self) -> None:
         self.rows: list[Integers] = []
@@ -39,7 +42,7 @@ class SparseRows:
         self.count = 0
 
     def add(self, lower: Floats, upper: Floats) -> int:
-        """Add rows with these bounds; return the number of the first."""
+        """Add a row for each element of ``lower`` and ``upper``, its bounds; return the index of the first new row."""
         first = self.count
         self.lower.append(lower)
         self.upper.append(upper)
@@ -47,7 +50,7 @@ class SparseRows:
         return first
 
     def fill(self, rows: Integers, columns: Integers, value: float | Floats) -> None:
-        """Set entries at these rows and columns."""
+        """Set the entries at ``rows[i]``, ``columns[i]`` to ``value`` (one number, or one per entry)."""
         self.rows.append(rows)
         self.columns.append(columns)
         self.values.append(np.broadcast_to(np.asarray(value, np.float64), rows.shape))
@@ -55,7 +58,11 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Optimum:
-    """The solution: values of columns, None if none was found; ``bound``: no solution has a smaller objective."""
+    """The result of `minimise`.
+
+    ``values`` holds x, or None if no solution was found; ``objective`` is its cost. ``bound`` is a proven lower bound
+    of the cost of every solution. ``status`` is HiGHS' own word; ``optimal``: the solution is proven optimal.
+    """
 
     values: Floats | None
     objective: float
@@ -76,10 +83,11 @@ def minimise(
     scale: float = _LARGE,
     start: Floats | None = None,
 ) -> Optimum:
-    """Minimise ``costs · x`` for ``0 <= x <= upper`` within the rows; columns where ``whole`` take whole numbers.
+    """Minimise ``costs · x`` for ``0 <= x <= upper`` under the constraints ``rows``.
 
-    ``start``: a known feasible solution. ``scale`` multiplies the costs, against HiGHS' absolute tolerances.
-    ``deadline_s``: the time limit in seconds. Raises MeshwrightError without highspy; ``purpose`` names its use.
+    x has whole numbers where the mask ``whole`` is True. ``deadline_s``: the time limit in seconds. ``gap``: the
+    relative gap at which the solver stops. ``scale`` multiplies the costs, because HiGHS' tolerances are absolute.
+    ``start``: a known feasible x. Raises MeshwrightError if highspy is not installed; ``purpose`` begins its message.
     """
     highspy = _import_highspy(purpose)
     solver = _make_solver(highspy)
@@ -126,7 +134,7 @@ def _import_highspy(purpose: str) -> Any:
         return importlib.import_module("highspy")
     except ModuleNotFoundError as error:
         raise MeshwrightError(
-            f"{purpose} by HiGHS, and highspy is not installed. Run: pip install 'meshwright[search]'."
+            f"{purpose} by HiGHS, but its package highspy is not installed. Run: pip install 'meshwright[search]'."
         ) from error
 
 

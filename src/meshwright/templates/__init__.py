@@ -1,4 +1,4 @@
-"""Graphs of well-known models from their sizes, without torch: what capture makes of the same models in the zoo."""
+"""Graphs of well-known models from their sizes, without torch; they equal the captured graphs of the zoo's models."""
 
 from meshwright.templates.decoders import decoder_graph
 from meshwright.templates.residual import residual_graph

@@ -1,9 +1,12 @@
-"""Decoders from their sizes (`decoder_graph`): relatives of GPT and of Llama, and mixtures of experts of both.
+"""Graphs of decoders from their sizes (`decoder_graph`): models like GPT and Llama, and mixtures of experts of both.
 
-rotary (a shape with root mean square norms)   RMS norms, rotary positions, grouped queries, as `zoo.llama`
-else                                           layer norms, learned positions, one product for Q, K, V, as `zoo.gpt`
-gated feed-forward                             SwiGLU; else GELU
-experts                                        routed with a fixed capacity, as `zoo.mixtral` (`mix_experts`)
+A shape with ``root_norm`` gives blocks like Llama's, any other shape blocks like GPT's:
+
+Llama     RMS norms, rotary positions, grouped queries (or latent attention), SwiGLU, as `zoo.llama`
+GPT       layer norms, learned positions, one product for Q, K and V, GELU, as `zoo.gpt`
+experts   routed with a fixed capacity, as `zoo.mixtral` (`mix_experts`)
+
+Functions take and return values of a `GraphBuilder` by their numbers.
 """
 
 from __future__ import annotations
@@ -45,14 +48,18 @@ _BALANCE = 0.02
 
 
 def start_balance(graph: GraphBuilder, value: int) -> int:
-    """Return the balance loss before the first layer: (batch,) zeros."""
+    """Add the initial balance loss of the routers, zeros of shape (batch,); return its number."""
     (out,) = graph.op("aten.new_zeros.default", (value,), (B,), attributes={"size": "[b]"}, detached=True)
     return out
 
 
 # Experts have a fixed capacity and are computed together, as batched products, as in `zoo.mixtral`.
 def mix_experts(graph: GraphBuilder, experts: ExpertLayers, value: int, capacity_factor: float) -> tuple[int, int]:
-    """Return what the chosen experts make of each token, and the balance loss of each sequence."""
+    """Add a layer of experts that reads ``value`` (batch, tokens, width).
+
+    Return its output, of the same shape, and its balance loss, of shape (batch,). An expert takes at most
+    ``capacity_factor`` · top_k · tokens / experts tokens of a sequence; further tokens are dropped.
+    """
     tokens, count, chosen = graph.shape(value)[1].fixed, experts.num_experts, experts.top_k
     room = min(tokens, math.ceil(capacity_factor * chosen * tokens / count))
     with graph.within("router"):
@@ -62,7 +69,7 @@ def mix_experts(graph: GraphBuilder, experts: ExpertLayers, value: int, capacity
 
 
 def balanced_loss(graph: GraphBuilder, logits: int, targets: int, balance: int, layers: int) -> int:
-    """Return the cross-entropy of the tokens, and a little of the balance loss."""
+    """Add the loss: the cross-entropy of the tokens plus 0.02 times the mean balance loss of the layers."""
     mean = scale(graph, "div", balance, layers)
     with graph.within("loss"):
         loss = token_cross_entropy(graph, logits, targets)
@@ -195,8 +202,9 @@ def decoder_graph(
 ) -> Graph:
     """Return the graph of a decoder for training on sequences of ``seq`` tokens.
 
-    ``capacity_factor``: places of all experts over the choices of all tokens (`zoo.mixtral`). ``fused_attention``:
-    attention is one op; if not, learned positions have products and a softmax, whose scores are kept.
+    ``capacity_factor``: tokens that all experts can take, over the tokens routed to them (`zoo.mixtral`).
+    ``fused_attention``: attention is one op; if False, GPT-like models compute it by products and a softmax, and keep
+    the scores. The batch size of the graph is symbolic.
     """
     graph = GraphBuilder()
     tokens, targets = graph.input("tokens_BT", B, seq), graph.input("target", B, seq)
@@ -338,7 +346,7 @@ class _Rotary:
 
 
 def gated_mlp(graph: GraphBuilder, name: str, normed: int, width: int) -> int:
-    """Return the result of SwiGLU: one half gates the other."""
+    """Add a SwiGLU feed-forward with inner size ``width``; return its output."""
     with graph.within(name):
         gate = activation(graph, "silu", linear(graph, "gate", normed, width, bias=False))
         up = linear(graph, "up", normed, width, bias=False)
@@ -350,7 +358,10 @@ _BASE = "10000.0"
 
 
 def rotary_tables(graph: GraphBuilder, seq: int, head_dim: int) -> tuple[int, int]:
-    """Return cosines and sines of (tokens, half a head), which every stage computes for itself."""
+    """Add the tables of rotary positions; return cosines and sines, each of shape (tokens, head_dim / 2).
+
+    Every stage computes them for itself.
+    """
     half = head_dim // 2
     single = ("float32",)
     (steps,) = graph.op(
@@ -371,7 +382,7 @@ def rotary_tables(graph: GraphBuilder, seq: int, head_dim: int) -> tuple[int, in
 
 
 def rotate(graph: GraphBuilder, value: int, tables: tuple[int, int]) -> int:
-    """Turn each pair of (batch, heads, tokens, width) by its token's angle."""
+    """Apply rotary positions to ``value`` (batch, heads, tokens, width); ``tables`` are from `rotary_tables`."""
     cosines, sines = tables
     first, second = chunk(graph, value, 2)
     left, right = multiply(graph, first, cosines), multiply(graph, second, sines)

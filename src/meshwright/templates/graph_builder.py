@@ -1,7 +1,7 @@
-"""Writes a graph for training op by op, in the words and the order of capture.
+"""Build a graph for training op by op (`GraphBuilder`), equal to the graph that capture makes of the same module.
 
-Tensors are numbered as capture numbers them: inputs, parameters, buffers, then what ops make. A shape is a tuple of
-whole numbers and `Extent`s; ``B`` is the batch size.
+The tensors of the graph are in capture's order: inputs, parameters, buffers, then outputs of ops. A shape is a tuple of
+whole numbers and `Extent`s; ``B`` is the symbolic batch size.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _GROUPS: tuple[Role, ...] = ("input", "parameter", "buffer")
 
 
 class Internal(NamedTuple):
-    """A value inside of an op that only its backward reads."""
+    """A value that an op computes and saves only for its own backward, such as the statistics of a norm."""
 
     shape: Shape
     dtype: str = "float32"
 
 
 class OwnOutput(NamedTuple):
-    """An output of the op itself that its backward reads."""
+    """The op's own output number ``place``, saved for its backward."""
 
     place: int = 0
 
@@ -51,7 +51,7 @@ class _Value:
 
 @dataclass(slots=True)
 class GraphBuilder:
-    """A graph that is being written; values are known by their number."""
+    """A graph under construction; methods take and return values (tensors) by their numbers."""
 
     _values: list[_Value] = field(default_factory=list)
     _ops: list[Op] = field(default_factory=list)
@@ -61,29 +61,29 @@ class GraphBuilder:
     _module: str = ""
 
     def input(self, name: str, *shape: Size, dtype: str = "int64") -> int:
-        """Add an input of the model, or a target of its loss."""
+        """Add an input of the model, or a target of its loss; return its number."""
         return self._add(name, shape, dtype, "input")
 
     def parameter(self, name: str, *shape: Size) -> int:
-        """Add a trainable weight of the module that is being written."""
+        """Add a trainable float32 parameter of the current module; return its number."""
         return self._add(self._path(name), shape, "float32", "parameter", requires_grad=True)
 
     def buffer(self, name: str, *shape: Size, dtype: str = "float32") -> int:
-        """Add a buffer of the module that is being written."""
+        """Add a buffer of the current module; return its number."""
         return self._add(self._path(name), shape, dtype, "buffer")
 
     def tie(self, parameter: int, name: str) -> int:
-        """Another name of a parameter."""
+        """Add another name, in the current module, of a parameter (tied weights); return the parameter's number."""
         self._values[parameter].aliases += (self._path(name),)
         return parameter
 
     def layer(self, name: str) -> None:
-        """Begin a layer, to which all that follows belongs."""
+        """Begin a layer; all ops that are added from now on belong to it."""
         self._layers.append((name, len(self._ops)))
 
     @contextmanager
     def within(self, module: str) -> Iterator[None]:
-        """What is written meanwhile belongs to a module of the one that is being written."""
+        """Context in which added parameters, buffers and ops belong to submodule ``module`` of the current module."""
         outer, self._module = self._module, self._path(module)
         try:
             yield
@@ -99,7 +99,7 @@ class GraphBuilder:
         return self._values[value].shape[-1].fixed
 
     def requires_grad(self, value: int) -> bool:
-        """Return whether a value has a gradient."""
+        """Return whether a value gets a gradient in training."""
         return self._values[value].requires_grad
 
     def op(
@@ -116,10 +116,11 @@ class GraphBuilder:
         random: bool = False,
         detached: bool = False,
     ) -> tuple[int, ...]:
-        """Add an op with outputs of these shapes, of the type of its first input unless ``dtypes`` says otherwise.
+        """Add an op with one output per shape; return the numbers of the outputs.
 
-        ``view``: outputs share the memory of the first input. ``saved``: what its backward reads. ``detached``: it
-        has no backward, whatever its inputs have.
+        ``kind``: its name in torch, such as "aten.mul.Tensor". ``dtypes``: those of the outputs, by default that of the
+        first input. ``saved``: what its backward reads. ``view``: outputs share the memory of the first input.
+        ``random``: it draws random numbers. ``detached``: it has no backward, even if its inputs have gradients.
         """
         values = self._values
         name = kind.split(".")[1]
@@ -159,7 +160,7 @@ class GraphBuilder:
         return tuple(outputs)
 
     def finish(self, name: str, loss: int) -> Graph:
-        """Return the graph whose output is this loss."""
+        """Return the finished graph, whose only output is the value ``loss``."""
         order = sorted(range(len(self._values)), key=self._group)
         place = {old: new for new, old in enumerate(order)}
         tensors = tuple(
@@ -247,7 +248,7 @@ def _renumbered(op: Op, place: Mapping[int, int]) -> Op:
 
 
 def times(*sizes: Size) -> Extent:
-    """Return the product of sizes, one of which at most depends on the batch."""
+    """Return the product of sizes; at most one of them may depend on the batch size."""
     found = Extent(1)
     for size in sizes:
         other = size if isinstance(size, Extent) else Extent(size)

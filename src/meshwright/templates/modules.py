@@ -1,8 +1,9 @@
-"""Operators and small modules as torch runs and saves them, for the templates of all families.
+"""Operators and small modules for the templates of all model families.
 
-What each op saves for its backward, and which of its outputs share memory of another tensor, is what capture records
-of the models of the zoo (`tests/templates`). FLOPs are counted as capture counts them: 2 for each multiplication of a
-product; in the backward pass the same number for each factor with a gradient.
+Functions add ops to a `GraphBuilder`; they take values by their numbers and return the number of the output. What each
+op saves for its backward, and which outputs share memory with another tensor, is what capture records of the zoo's
+models (`tests/templates`). FLOPs are counted as capture counts them: 2 for each multiplication of a product, and in the
+backward the same number for each factor with a gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def embedding(graph: GraphBuilder, name: str, rows: int, width: int, indices: int) -> tuple[int, int]:
-    """Add a look-up of rows of a table; return the rows and the table."""
+    """Add an embedding of ``rows`` entries of size ``width``; return its output and its table."""
     with graph.within(name):
         table = graph.parameter("weight", rows, width)
         shape: Shape = (*graph.shape(indices), width)
@@ -27,7 +28,7 @@ def embedding(graph: GraphBuilder, name: str, rows: int, width: int, indices: in
 def linear(
     graph: GraphBuilder, name: str, value: int, outputs: int, *, bias: bool = True, weight: int | None = None
 ) -> int:
-    """Add a product with a weight of its own, or with a given one."""
+    """Add a linear layer with ``outputs`` features; ``weight`` is an existing weight to share (tied weights)."""
     with graph.within(name):
         width = graph.width(value)
         if weight is None:
@@ -48,7 +49,7 @@ def linear(
 
 
 def batched_product(graph: GraphBuilder, value: int, weight: int) -> int:
-    """Add products of (groups, rows, width) with (groups, width, columns)."""
+    """Add a batched matrix product of (groups, rows, width) with a parameter (groups, width, columns)."""
     groups, rows, width = graph.shape(value)
     columns = graph.shape(weight)[-1]
     flops = times(2, groups, rows, width, columns)
@@ -64,7 +65,7 @@ def batched_product(graph: GraphBuilder, value: int, weight: int) -> int:
 
 
 def layer_norm(graph: GraphBuilder, name: str, value: int, *, bias: bool = True, epsilon: str = "") -> int:
-    """Layer norm over the last dim."""
+    """Add a layer norm over the last dim."""
     with graph.within(name):
         *outer, width = graph.shape(value)
         weight = graph.parameter("weight", width)
@@ -85,7 +86,7 @@ def layer_norm(graph: GraphBuilder, name: str, value: int, *, bias: bool = True,
 
 
 def rms_norm(graph: GraphBuilder, name: str, value: int) -> int:
-    """Root mean square norm over the last dim."""
+    """Add a root mean square norm over the last dim."""
     with graph.within(name):
         *outer, width = graph.shape(value)
         weight = graph.parameter("weight", width)
@@ -100,7 +101,7 @@ def rms_norm(graph: GraphBuilder, name: str, value: int) -> int:
 
 
 def dropout(graph: GraphBuilder, name: str, value: int, share: float) -> int:
-    """Dropout; without a share it is a view."""
+    """Add dropout with probability ``share``; with probability 0 the output is a view of the input."""
     with graph.within(name):
         shape = graph.shape(value)
         (out,) = graph.op(
@@ -116,38 +117,38 @@ def dropout(graph: GraphBuilder, name: str, value: int, share: float) -> int:
 
 
 def activation(graph: GraphBuilder, kind: str, value: int, **attributes: object) -> int:
-    """Add a function of each element whose backward reads its input."""
+    """Add an elementwise function, such as silu, whose backward reads its input."""
     (out,) = graph.op(f"aten.{kind}.default", (value,), graph.shape(value), attributes=attributes, saved=(value,))
     return out
 
 
 def relu(graph: GraphBuilder, value: int) -> int:
-    """Add the positive part, whose backward reads the result."""
+    """Add a ReLU, whose backward reads its output."""
     (out,) = graph.op("aten.relu.default", (value,), graph.shape(value), saved=(OwnOutput(),))
     return out
 
 
 def add(graph: GraphBuilder, left: int, right: int) -> int:
-    """Add the sum of two values, the second one as large or smaller."""
+    """Add the sum of two values; the second may be smaller and is then broadcast."""
     (out,) = graph.op("aten.add.Tensor", (left, right), graph.shape(left))
     return out
 
 
 def multiply(graph: GraphBuilder, left: int, right: int) -> int:
-    """Add the product of two values element by element; each one's gradient needs the other."""
+    """Add the elementwise product of two values; the gradient of each factor needs the other factor."""
     saved = [other for value, other in ((left, right), (right, left)) if graph.requires_grad(value)]
     (out,) = graph.op("aten.mul.Tensor", (left, right), graph.shape(left), saved=saved)
     return out
 
 
 def scale(graph: GraphBuilder, kind: str, value: int, other: object) -> int:
-    """Add an op of each element and a number, whose backward reads neither."""
+    """Add an elementwise op with a number, such as "mul" or "sub"; its backward reads no tensor."""
     (out,) = graph.op(f"aten.{kind}.Tensor", (value,), graph.shape(value), attributes={"other": other})
     return out
 
 
 def look(graph: GraphBuilder, kind: str, value: int, shape: Shape, **attributes: object) -> int:
-    """Add a view of a value."""
+    """Add a view of a value with a new shape; ``kind`` is the torch op, such as "unsqueeze.default"."""
     (out,) = graph.op(f"aten.{kind}", (value,), shape, attributes=attributes, view=True)
     return out
 
@@ -160,14 +161,14 @@ def transpose(graph: GraphBuilder, value: int, first: int, second: int) -> int:
 
 
 def chunk(graph: GraphBuilder, value: int, count: int) -> tuple[int, ...]:
-    """Add views of equal parts of the last dim."""
+    """Add views of ``count`` equal parts of the last dim; return all of them."""
     *outer, width = graph.shape(value)
     part: Shape = (*outer, width.fixed // count)
     return graph.op("aten.chunk.default", (value,), *[part] * count, attributes={"chunks": count, "dim": -1}, view=True)
 
 
 def split(graph: GraphBuilder, value: int, *sizes: int) -> tuple[int, ...]:
-    """Add views of parts of the last dim."""
+    """Add views of parts of these sizes of the last dim; return all of them."""
     parts: list[Shape] = [(*graph.shape(value)[:-1], size) for size in sizes]
     return graph.op(
         "aten.split_with_sizes.default",
@@ -179,14 +180,17 @@ def split(graph: GraphBuilder, value: int, *sizes: int) -> tuple[int, ...]:
 
 
 def join(graph: GraphBuilder, left: int, right: int) -> int:
-    """Two values side by side in the last dim."""
+    """Add the concatenation of two values along the last dim."""
     shape: Shape = (*graph.shape(left)[:-1], graph.width(left) + graph.width(right))
     (out,) = graph.op("aten.cat.default", (left, right), shape, attributes={"dim": -1})
     return out
 
 
 def split_heads(graph: GraphBuilder, value: int, heads: int, sizes: str) -> int:
-    """(batch, tokens, heads · width) → (batch, heads, tokens, width)."""
+    """Add views that turn (batch, tokens, heads · width) into (batch, heads, tokens, width).
+
+    ``sizes`` is the attribute of the unflatten op, as capture records it.
+    """
     *outer, width = graph.shape(value)
     apart = look(graph, "unflatten.int", value, (*outer, heads, width.fixed // heads), dim=-1, sizes=sizes)
     return transpose(graph, apart, 1, 2)
@@ -202,10 +206,10 @@ def attention(
     dropout: float = 0.0,
     grouped: bool = False,
 ) -> int:
-    """Scaled dot-product attention, with its result as (batch, tokens, heads · width).
+    """Add scaled dot-product attention of (batch, heads, tokens, width); the output is (batch, tokens, heads · width).
 
-    With dropout, or values of another width than keys, a CPU, where graphs are captured, computes it by products and
-    keeps the scores.
+    ``grouped``: there are fewer heads of keys and values than of queries. Graphs are captured on a CPU, which computes
+    attention by products and keeps the scores if there is dropout, or if values and keys have different widths.
     """
     batch, heads, tokens, width = graph.shape(query)
     value_width = graph.shape(value)[-1]
@@ -251,10 +255,10 @@ def attention(
 
 
 def attention_by_products(graph: GraphBuilder, query: int, key: int, value: int, *, dropout_share: float) -> int:
-    """Attention whose scores are kept, with its result as (batch, tokens, heads · width).
+    """Add attention that keeps its scores for the backward; the output is (batch, tokens, heads · width).
 
-    As Megatron-LM without FlashAttention (megatron/core/transformer/dot_product_attention.py): a product that scales,
-    one kernel for mask and softmax, dropout, a product. The products read views; joining the heads copies.
+    As in Megatron-LM without FlashAttention (megatron/core/transformer/dot_product_attention.py): a scaled product, one
+    kernel for mask and softmax, dropout, a product. The products read views; joining the heads copies.
     """
     batch, heads, tokens, width = graph.shape(query)
     scores: Shape = (batch, heads, tokens, tokens)
@@ -285,7 +289,7 @@ def attention_by_products(graph: GraphBuilder, query: int, key: int, value: int,
 
 
 def cross_entropy(graph: GraphBuilder, logits: int, targets: int) -> int:
-    """Add the mean cross-entropy of (rows, classes)."""
+    """Add the mean cross-entropy of logits (rows, classes)."""
     (out,) = graph.op(
         "aten.cross_entropy_loss.default",
         (logits, targets),
@@ -296,7 +300,7 @@ def cross_entropy(graph: GraphBuilder, logits: int, targets: int) -> int:
 
 
 def token_cross_entropy(graph: GraphBuilder, logits: int, targets: int) -> int:
-    """Add the mean cross-entropy of (batch, tokens, classes)."""
+    """Add the mean cross-entropy of logits (batch, tokens, classes)."""
     _, tokens, classes = graph.shape(logits)
     rows = times(B, tokens)
     flat = look(graph, "flatten.using_ints", logits, (rows, classes), end_dim=1)

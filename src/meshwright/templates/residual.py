@@ -1,4 +1,4 @@
-"""Residual networks of bottleneck blocks from their sizes: `zoo.resnet`, whose inner convolutions may be wider."""
+"""Graphs of residual networks with bottleneck blocks from their sizes, as `zoo.resnet` (ResNet and Wide ResNet)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXPANSION = 4
 
 @lru_cache(maxsize=64)
 def residual_graph(shape: ResidualShape, *, name: str = "resnet") -> Graph:
-    """Return the graph of a residual network for training on images of ``shape.image`` pixels."""
+    """Return the graph of a residual network for training on square images of ``shape.image`` pixels a side."""
     graph = GraphBuilder()
     images = graph.input("images_BCHW", B, 3, shape.image, shape.image, dtype="float32")
     targets = graph.input("target", B)

@@ -1,13 +1,13 @@
-"""The shapes of models that have no captured graph, and how a training step lays a transformer out.
+"""Sizes of models without a captured graph (shapes), and the layout of one training step of a transformer (setups).
 
-Public measurements name sizes, not modules. `templates` makes graphs of shapes; `validation.step_plans` makes plans of
-setups.
+Public measurements name sizes, not modules. `templates` makes graphs from shapes; `validation.step_plans` makes plans
+from setups.
 
     shape    L layers, hidden h, a heads (k of keys and values, each d wide), inner width f, vocabulary v
     setup    tp · cp · dp · pp devices; each microbatch is b sequences of s tokens; m microbatches per step
 
 A device holds s / cp tokens of a sequence; with sequence parallelism norms and dropout hold s / (cp · tp) of them
-(Korthikanti et al., MLSys 2023, section 4.2). Experts are laid out over ep of the dp · cp devices.
+(Korthikanti et al., MLSys 2023, section 4.2). Experts are divided over ep of the dp · cp devices.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ Precision = Literal["fp16", "bf16", "fp8", "fp32"]
 
 
 class TransformerError(MeshwrightError):
-    """A shape or setup that no transformer can have."""
+    """Raised for an impossible shape or setup, such as sizes below 1 or heads that tp does not divide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayers:
-    """Feed-forward layers of which each token takes ``top_k``; every expert is ``ffn`` wide.
+    """The experts of a mixture-of-experts model.
 
-    ``num_shared`` experts are taken by all tokens; the first ``num_dense_layers`` layers have the plain feed-forward,
-    and after them all but every ``period``-th. ``gated``: three matrices in an expert and not two. ``group``: tokens
-    among which products with masks deal out an equal number to each expert (Lepikhin et al., GShard, 2020, algorithm 1
-    and section 3.2); 0 where tokens are put in the experts' order.
+    Each token is routed to ``top_k`` of ``num_experts`` experts with inner size ``ffn``, and to all of ``num_shared``
+    further experts. The first ``num_dense_layers`` layers have a plain feed-forward; after them, every ``period``-th
+    layer has experts, starting with the first. ``gated``: an expert has three matrices (SwiGLU) instead of two.
+    ``group``: 0 if tokens are sorted by expert; otherwise the number of tokens in a group from which each expert gets
+    an equal number by products with masks (Lepikhin et al., GShard, 2020, algorithm 1 and section 3.2).
     """
 
     num_experts: int
@@ -56,9 +57,10 @@ class ExpertLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Queries, keys and values through low ranks (DeepSeek-AI, arXiv 2405.04434, section 2.1).
+    """Multi-head latent attention: low-rank queries, keys and values (DeepSeek-AI, arXiv 2405.04434, section 2.1).
 
-    A head's query and key are ``content_dim`` + ``rotary_dim`` wide, its value ``value_dim``.
+    ``query_rank`` and ``kv_rank`` are the ranks. The query and the key of a head have ``content_dim`` + ``rotary_dim``
+    elements, its value ``value_dim``.
     """
 
     query_rank: int
@@ -70,11 +72,13 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """Sizes of the model.
+    """The sizes of a transformer decoder.
 
-    ``gated``: three matrices in the feed-forward (SwiGLU) and not two (GELU). ``biased``: matrices and norms have
-    biases. ``root_norm``: root mean square norm, without a mean. ``max_positions``: learned positions, 0 for none.
-    ``tied``: the head's matrix is the embedding's. ``dropout``: after attention, projection, feed-forward, embedding.
+    ``kv_heads``: heads of keys and values, a divisor of ``heads``. ``ffn``: inner size of the feed-forward. ``gated``:
+    the feed-forward has three matrices (SwiGLU) instead of two (GELU). ``biased``: linear layers and norms have biases.
+    ``root_norm``: norms are RMS norms instead of layer norms. ``tied``: the head shares the embedding's weight.
+    ``dropout``: after embedding, attention, projection and feed-forward. ``max_positions``: number of learned
+    positions, 0 for rotary positions. ``experts``: None without experts. ``latent``: None for usual attention.
     """
 
     layers: int
@@ -97,12 +101,12 @@ class TransformerShape:
         _require_positive(self, ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"))
         if self.heads % self.kv_heads:
             raise TransformerError(
-                f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values; expected a divisor of "
-                f"{self.heads}. Give kv_heads = heads where each head has its own."
+                f"{self.heads} heads cannot share kv_heads = {self.kv_heads} heads of keys and values; expected a "
+                f"divisor of {self.heads}. Give kv_heads = heads if each head has its own keys and values."
             )
 
     def is_dense(self, layer: int) -> bool:
-        """Return whether a layer (from 0) has the plain feed-forward."""
+        """Return whether a layer (counted from 0) has a plain feed-forward instead of experts."""
         if self.experts is None or layer < self.experts.num_dense_layers:
             return True
         return (layer - self.experts.num_dense_layers) % self.experts.period > 0
@@ -110,10 +114,11 @@ class TransformerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidualShape:
-    """Sizes of a bottleneck residual network with wide inner convolutions.
+    """The sizes of a residual network with bottleneck blocks.
 
-    ``blocks``: of each stage. ``channels``: of the first stage. ``width``: how much wider a block's inner convolution
-    is. ``image``: pixels on a side. Source: He et al., CVPR 2016, section 4.1; Zagoruyko and Komodakis, BMVC 2016.
+    ``blocks``: number of blocks in each stage. ``channels``: of the first stage. ``width``: factor by which a block's
+    inner convolution is wider (1: ResNet). ``image``: pixels on a side. ``classes``: outputs. Source: He et al., CVPR
+    2016, section 4.1; Zagoruyko and Komodakis, BMVC 2016.
     """
 
     blocks: tuple[int, ...]
@@ -125,11 +130,12 @@ class ResidualShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """How one step runs.
+    """The layout of one training step.
 
-    ``seq``: tokens of a whole sequence. ``chunks``: parts of the model per pipeline stage, more than one
-    where ``schedule`` is "interleaved". ``hybrid``: states are sharded among the replicas of a node, not among all.
-    ``precision`` as in the measured rows: "fp16", "bf16", "fp8", "fp32".
+    ``seq``: tokens of a whole sequence. ``tp``, ``pp``, ``dp``, ``cp``, ``ep``: sizes of tensor, pipeline, data,
+    context and expert parallelism. ``chunks``: parts of the model on each pipeline rank, above 1 only with the schedule
+    "interleaved". ``hybrid``: ZeRO shards states among the replicas of a node only (HSDP). ``precision``: "fp16",
+    "bf16", "fp8" or "fp32", as in the measured rows.
     """
 
     seq: int
@@ -153,13 +159,12 @@ class TrainingSetup:
         _require_positive(self, sizes)
         if self.seq % (self.cp * (self.tp if self.sequence_parallel else 1)):
             raise TransformerError(
-                f"{self.seq} tokens cannot be split over cp = {self.cp} and tp = {self.tp}; expected a multiple. "
-                "Choose a longer sequence or fewer devices per sequence."
+                f"{self.seq} tokens cannot be split over cp = {self.cp} and tp = {self.tp}; expected a multiple of "
+                "their product (of cp alone without sequence parallelism). Choose another seq, cp or tp."
             )
         if self.schedule not in get_args(Schedule):
             raise TransformerError(
-                f"{self.schedule!r} is not a schedule of a pipeline; expected one of {', '.join(get_args(Schedule))}. "
-                "Correct the name."
+                f"{self.schedule!r} is not a known schedule; expected one of {', '.join(get_args(Schedule))}."
             )
         if self.chunks > 1 and self.schedule != "interleaved":
             raise TransformerError(
@@ -174,16 +179,17 @@ class TrainingSetup:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole step."""
+        """The number of devices that the step uses: tp · pp · dp · cp."""
         return self.tp * self.pp * self.dp * self.cp
 
 
 def part_starts(shape: TransformerShape, setup: TrainingSetup) -> tuple[int, ...]:
-    """Return the first layer of each of the pp · chunks parts of the model, in their order, and the number of layers.
+    """Return the first layer of each of the pp · chunks parts of the model, in order, then the number of layers.
 
-    Where they do not divide evenly, the last and the first part have one fewer, then those next to them, for they hold
-    head and embedding (torchtitan, generate_llm_fqn_per_model_part; Qi et al., ICLR 2024, section 5.1). Raises
-    TransformerError for a setup that does not divide the model.
+    If the layers cannot be divided evenly, parts at the ends of the model have one layer fewer: the last, the first,
+    the last but one and so on, since the ends also hold head and embedding (torchtitan,
+    generate_llm_fqn_per_model_part; Qi et al., ICLR 2024, section 5.1). Raises TransformerError if the setup cannot
+    divide the model.
     """
     check_layout(shape, setup)
     parts = setup.pp * setup.chunks
@@ -194,11 +200,11 @@ def part_starts(shape: TransformerShape, setup: TrainingSetup) -> tuple[int, ...
 
 
 def check_layout(shape: TransformerShape, setup: TrainingSetup) -> None:
-    """Raise TransformerError unless every device gets whole heads and experts, and at least one layer."""
+    """Raise TransformerError unless every device gets whole heads, whole experts, and at least one layer."""
     if shape.layers < setup.pp:
         raise TransformerError(
-            f"{shape.layers} layers cannot be split over pp = {setup.pp} stages; expected at least one layer each. "
-            "Choose fewer stages."
+            f"{shape.layers} layers cannot be split over pp = {setup.pp} stages; expected at least one layer per "
+            f"stage. Choose pp up to {shape.layers}."
         )
     if shape.heads % setup.tp:
         raise TransformerError(
@@ -217,4 +223,4 @@ def _require_positive(value: TransformerShape | TrainingSetup, names: tuple[str,
     for name in names:
         found = getattr(value, name)
         if found < 1:
-            raise TransformerError(f"{name} is {found}; expected at least 1. Give the size that the model has.")
+            raise TransformerError(f"{name} is {found}; expected at least 1.")
