@@ -134,7 +134,7 @@ def test_the_method_adds_placements_of_its_own_to_the_shardings_that_were_given(
 
 
 def test_what_the_method_cannot_do_is_said(monkeypatch):
-    with pytest.raises(PlanError, match="Allow one of them"):
+    with pytest.raises(PlanError, match="Add --schedule 1f1b, or use another method"):
         search(schedules=["interleaved"])
     monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(MeshwrightError, match=r"meshwright\[search\]"):

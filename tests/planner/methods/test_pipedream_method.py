@@ -139,7 +139,7 @@ def test_the_same_plans_twice() -> None:
 def test_only_numbers_of_stages_that_are_allowed() -> None:
     graph = load_shipped_graph("gpt-tiny")
     assert {len(item.plan.stages) for item in search(graph, "4xV100", 16, num_stages=[4]).ranked} == {4}
-    with pytest.raises(PlanError, match=r"chooses stages itself, and finds no plan of \[3\] stages"):
+    with pytest.raises(PlanError, match=r"chooses the number of stages itself and finds no plan with \[3\] stages"):
         search(graph, "4xV100", 16, num_stages=[3])
 
 

@@ -262,7 +262,7 @@ def test_bad_shares_are_refused():
 
 
 def test_too_many_states_are_refused():
-    with pytest.raises(PlanError, match="exact mapping keeps up to"):
+    with pytest.raises(PlanError, match="exact mapping, whose tables have at most"):
         solve_mapping(problem_of([1.0] * 40, [1.0] * 4, (40,) * 4, 64, [(1, 0, 0, 0)]))
 
 

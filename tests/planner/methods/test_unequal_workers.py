@@ -123,7 +123,7 @@ def test_the_method_proposes_waves_where_they_are_allowed():
 
 
 def test_what_cannot_be_shared_out_is_refused():
-    with pytest.raises(PlanError, match="a number that divides 2"):
+    with pytest.raises(PlanError, match="a number of workers that divides 2"):
         allocate(four_nodes(), "equal", 3)
     with pytest.raises(PlanError, match="expected an even number"):
         allocate(four_nodes(slowdowns=SLOWDOWNS[:3]), "hybrid")

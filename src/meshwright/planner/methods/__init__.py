@@ -1,4 +1,4 @@
-"""Search methods, each a module that follows its paper: from a problem to a sequence of plans (`method`)."""
+"""Search methods, by name in `METHODS`: each proposes plans for a problem, and most follow a paper."""
 
 from collections.abc import Sequence
 
@@ -36,21 +36,24 @@ __all__ = ["METHODS", "OPEN_METHODS", "check_shard_sizes", "find_method"]
 
 
 def check_shard_sizes(name: str, shard_sizes: Sequence[int]) -> None:
-    """Raise PlanError for a shard size and a method that does not support groups of replicas that shard states."""
+    """Raise PlanError if a shard size is given and the method ``name`` can shard states over all replicas only."""
     if any(shard_sizes) and name in _WITHOUT_SHARD_SIZES:
         raise PlanError(
             f"A shard size of {max(shard_sizes)} was given for the method {name}, which shards states over all "
-            "replicas of a stage; expected auto, slicing, grid or alpa. Choose one of them, or no shard size."
+            "replicas of a stage. Give --method auto, slicing, grid or alpa, or leave --shard out."
         )
 
 
 def find_method(reference: str) -> Method:
-    """Return a method by its name, or a user's own by ``path/to/file.py:function``. Raises PlanError for others."""
+    """Return a method of `METHODS` by its name, or your own from ``path/to/file.py:function``.
+
+    Raises PlanError for an unknown name.
+    """
     if reference in METHODS:
         return METHODS[reference]
     if ".py" in reference:
         return own_method(reference)
     raise PlanError(
-        f"There is no search method {reference!r}{suggest(reference, METHODS)}. Give {', '.join(METHODS)}, or your own "
+        f"Unknown search method {reference!r}{suggest(reference, METHODS)}. Give {', '.join(METHODS)}, or your own "
         "as path/to/file.py:function."
     )

@@ -1,20 +1,20 @@
-"""The portfolio (`auto`): methods that fit the problem, one after the other; then less recompute, and small changes.
+"""The default method (`auto`): run all methods that suit the problem, then improve the best plan by small changes.
 
-All share the best plan.
+Each method knows the best step so far. Condition of each, and what runs:
 
-    many settings        the uniform grid, which selects the settings to search in detail; also for very many devices
-    unequal devices      mappings of stages to devices, work in proportion to speed
-    those settings       exact slicing, with bounds and the best step known so far
-    asynchronous         PipeDream
-    split ops            Alpa, if HiGHS is installed
-    nothing fits         the grid again with states or activations in host memory, if the choices allow this as a last
-                         resort
-    then                 less recompute, as far as memory allows (`recompute_in_part`), and changes of the best plan on
-                         the simulator: boundaries, microbatches, schedules, layouts (`improve`)
-    time is left         with a deadline, FlexFlow's Markov chain and gradient descent
+    many settings, or very many devices   `grid`: uniform plans; selects the settings that are searched in detail
+    unequal devices                       `unequal`: stages mapped to devices, work in proportion to speed
+    always                                `slicing`: exact, with lower bounds, under the selected settings
+    asynchronous schedules                `pipedream`
+    ops are split                         `alpa`, if HiGHS is installed
+    no plan fits                          `grid` with states or activations in host memory, if the choices allow this as
+                                          a last resort
+    then                                  less recompute, as far as memory allows (`recompute_in_part`); changes of
+                                          boundaries, microbatches, schedules and layouts on the simulator (`improve`)
+    with a deadline, in the time left     `flexflow` (Markov chain) and `differentiable` (gradient descent)
 
-With a deadline each method has a share of the remaining time; without one, numbers of simulations end each of them, so
-that the result is deterministic. The search ends early if the best plan is about as fast as the bound.
+With a deadline, each method gets a share of the remaining time. Without one, each ends after a number of simulations,
+so that the result is deterministic. The search ends early if the best plan is within 0.1 % of the lower bound.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ class _Pair(NamedTuple):
 #
 # (Megatron-LM's --recompute-num-layers and torchtitan's layer-wise checkpointing are set by hand for the same purpose.)
 def recompute_in_part(problem: Problem, state: SearchState) -> Steps:
-    """Propose plans between fast plans that do not fit and slower ones that do."""
+    """Propose plans with as little recompute as memory allows.
+
+    Each is a mixture of a fast plan that does not fit and the same plan with more recompute that fits.
+    """
     allowed = [word for word in _BY_WEIGHT if word in problem.choices.recompute]
     if "none" not in allowed or len(allowed) == 1 or state.best is None:
         return
@@ -148,18 +151,18 @@ class _Group:
 
     @property
     def is_done(self) -> bool:
-        """Whether the least number that fits is known."""
+        """True if the least number of recomputed blocks that fits is known."""
         return self.high - self.low <= 1
 
     def next(self) -> int:
-        """Return the number to try: where the line between both ends meets the limit."""
+        """Return the number of recomputed blocks to try next, by linear interpolation of the memory excess."""
         if self.is_done:
             return self.high
         share = self._over_low / max(self._over_low - self._over_high, 1)
         return min(max(self.low + ceil((self.high - self.low) * share), self.low + 1), self.high - 1)
 
     def learn(self, tried: int, item: RankedPlan) -> None:
-        """Move an end to the number that was tried."""
+        """Narrow the range by the simulated plan with ``tried`` recomputed blocks."""
         excess = self._excess(item)
         if self.is_done:
             return
@@ -217,7 +220,10 @@ class _Turn(NamedTuple):
 
 
 def auto(problem: Problem, state: SearchState) -> Steps:
-    """Run the methods that fit the problem, one after the other, and improve the best plan by small changes."""
+    """Run the methods that suit the problem, one after the other, and improve the best plan by small changes.
+
+    Raises the first error of a method if no plan was found at all.
+    """
     errors: list[MeshwrightError] = []
     is_wide = problem.is_wide
     has_grid = is_wide or any(setting.num_devices > MAX_RANKS for setting in problem.settings())
@@ -242,7 +248,7 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     if state.best is None and errors and not state.rejected:
         raise errors[0]
     if _is_proven(state):
-        state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: nothing else was tried.")
+        state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: no other plans were tried.")
     elif not state.is_over:
         yield from recompute_in_part(problem, state)
         yield from improve(problem, state)
@@ -259,7 +265,7 @@ def _resort(
         if away.parameters == "device" or state.best is None:
             yield from _take_turn(_Turn(grid, 0.4, MOST_RESORTING), problem.resorting((away,)), state, errors)
     if state.best is not None:
-        state.note("Nothing fits in device memory alone: plans keep the named parts in host memory.")
+        state.note("No plan fits into device memory alone, so the plans offload the named parts to host memory.")
     return state.best is not None
 
 
@@ -339,7 +345,7 @@ def _is_proven(state: SearchState) -> bool:
 
 
 def improve(problem: Problem, state: SearchState) -> Steps:
-    """Climb from the best plan, if one was found."""
+    """Improve the best plan by hill climbing on the simulator (`climb`); propose nothing if there is no plan yet."""
     if state.best is not None:
         yield from climb(state.best, partial(_changes, problem), state, most=CHANGES)
 

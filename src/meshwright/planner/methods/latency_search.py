@@ -1,11 +1,13 @@
-"""Minimise latency: uniform pipelines for a batch that arrives at once, simulated in the order of a closed form.
+"""The method `latency`: find the plan with the least latency for a batch that arrives at once at idle devices.
 
-With S stages of R replicas each and evenly cut layers, a batch of M microbatches is answered after about
+The candidates are uniform pipelines of S stages with R replicas each and evenly cut layers. A batch of M microbatches
+is answered after about
 
     F + (⌈M / R⌉ - 1) · max over stages of f        F, f: a microbatch's forward through all layers, and through a stage
 
-on the slowest device kind. The closed form ignores transfers, which is why several plans are simulated. For a single
-microbatch, more stages help only if one device cannot hold the layers; several microbatches overlap.
+seconds on the slowest device kind. This closed form ignores transfers, so several plans are simulated, the shortest
+estimate first. More stages help a single microbatch only if one device cannot hold the layers; with several
+microbatches, stages work at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _TRIES = 4
 
 
 def latency(problem: Problem, state: SearchState) -> Steps:
-    """Propose uniform pipelines of all settings, the shortest estimate first."""
+    """Propose uniform pipelines of all settings, the shortest estimated latency first."""
     candidates = sorted((item for space in problem.spaces() for item in _candidates(space)), key=lambda item: item[0])
     state.count(considered=len(candidates))
     wanted, fitting = max(_PER_ANSWER * state.max_plans, _LEAST), 0

@@ -1,9 +1,9 @@
 """Alpa (Zheng et al., OSDI 2022): an integer program splits every op over a logical mesh.
 
 mesh, op_groups, strategies   the choices and their costs
-integer_program, intra        the chosen placements
-express                       the placements as a plan expresses them
-alpa_method                   stages of meshes, as a search method
+integer_program, intra        the intra-operator pass: the cheapest placements
+express                       the placements as the sharding of a plan
+alpa_method                   the inter-operator pass (stages on submeshes), and the search method
 """
 
 from meshwright.planner.methods.alpa.express import Expressed, express

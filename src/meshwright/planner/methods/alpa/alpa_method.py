@@ -1,9 +1,10 @@
-"""Alpa's method (`alpa`), for each setting: place ops by the integer program, then stages on submeshes.
+"""Alpa's search method (`alpa`): for each setting, place ops by an integer program, then stages on submeshes.
 
-Alpa's logical mesh of a submesh is dp x mp; a plan's is replicas x tensor. For every allowed tensor width and every
-microbatch size, the intra-operator pass places the ops of one team, with samples left to the replicas; if a plan can
-express the placements, they become one more sharding besides the given one. Placements that a plan cannot express are
-left out, as are those that need more than a device's memory. `cluster_layers` merges layers, `slice_stages` cuts them.
+Alpa's logical mesh of a submesh is dp x mp; that of a plan is replicas x tensor. For every allowed tensor width and
+every microbatch size, the intra-operator pass places the ops of one team (tensor-parallel group); the replicas split
+the samples. If a plan can express the placements, they become one more sharding besides the given one. Other
+placements are left out, as are those that exceed a device's memory. `cluster_layers` merges layers before
+`slice_stages` cuts them into stages.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ SLACK = 0.6
 # enter a run; among those the least sum of these bytes, then the least variance of the runs' FLOPs. A run has at most
 # (1 + ε) times the mean FLOPs, or the FLOPs of the largest layer if that is more.
 def cluster_layers(entering_bytes: Floats, flops: Floats, num_clusters: int, slack: float = SLACK) -> tuple[int, ...]:
-    """Return the edges of the runs: 0, the start of each next run, and the number of layers.
+    """Merge L layers into ``num_clusters`` runs of layers; return their edges: 0, the later starts, and L.
 
-    ``entering_bytes`` (L,) cross the boundary before each layer; ``flops`` (L,) are those of each layer. If the limit
-    on FLOPs allows no such runs, it is raised by tenths until it does. Raises PlanError for an impossible number of
-    runs.
+    ``entering_bytes`` (L,) cross the boundary before each layer; ``flops`` (L,) are those of each layer. A run may have
+    at most ``1 + slack`` times the mean FLOPs; if that is impossible, this limit is raised by 10 % until it is
+    possible. Raises PlanError unless ``num_clusters`` is 1 to L.
     """
     num_layers = len(flops)
     if not 1 <= num_clusters <= num_layers:
-        raise PlanError(f"{num_layers} layers cannot be merged into {num_clusters}; expected 1 to {num_layers}.")
+        raise PlanError(f"{num_layers} layers cannot be merged into {num_clusters} runs; expected 1 to {num_layers}.")
     limit = max((1 + slack) * flops.sum() / num_clusters, float(flops.max(initial=0.0)))
     while True:
         most = _least_largest(entering_bytes, flops, num_clusters, limit)
@@ -105,16 +106,16 @@ MAX_LAYERS = 64
 
 
 class Staged(NamedTuple):
-    """A plan of a space's local graph, and its seconds by the objective."""
+    """A plan for a team's local graph, and its step time in seconds under the objective that found it."""
 
     plan: Plan
     seconds: float
 
 
 def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, ...]:
-    """Return the numbers of replicas (teams of ``width`` devices) on submeshes.
+    """Return the possible numbers of replicas of a stage, ascending: teams of ``width`` devices on one submesh.
 
-    A submesh has 1, 2, 4, ... devices of a node, or whole nodes.
+    A submesh has 1, 2, 4, ... devices of one node, or whole nodes, and at most ``num_devices`` devices.
     """
     in_node = min(node.num_devices for node in cluster.nodes if node.num_devices)
     powers = {2**p for p in range(in_node.bit_length()) if 2**p <= in_node}
@@ -132,7 +133,7 @@ def submeshes(cluster: Cluster, num_devices: int, width: int = 1) -> tuple[int, 
 #     estimated the closed form of `slicing`: with transfers over the slowest link into a stage, gradient reduction and
 #               optimizer
 def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: Objective) -> Staged | None:
-    """Return the best stages of a space's layers on submeshes; None if no stages fit."""
+    """Return the plan with the best stages on submeshes under an objective; None if no stages fit into memory."""
     width = space.setting.sharding.width
     there = space.problem.cluster.without(space.setting.idle)
     replicas = space.shareable(submeshes(there, space.setting.num_devices, width), microbatch_size)
@@ -153,7 +154,7 @@ def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: O
 
 
 def without_communication(problem: SlicingProblem) -> SlicingProblem:
-    """Return the problem in which only computing takes time; memory is the same."""
+    """Return the problem with zero time for transfers, gradient reduction and optimizer; memory is unchanged."""
     return problem._replace(
         transfer_s=np.zeros_like(problem.transfer_s),
         latency_s=np.zeros_like(problem.latency_s),
@@ -164,7 +165,7 @@ def without_communication(problem: SlicingProblem) -> SlicingProblem:
 
 
 def merge_layers(problem: SlicingProblem, edges: tuple[int, ...]) -> SlicingProblem:
-    """Return the problem whose layers are runs of layers, from one edge to the next."""
+    """Return the problem with merged layers: its layer i is the layers ``edges[i]`` to ``edges[i + 1] - 1``."""
     starts, stops = np.array(edges[:-1]), np.array(edges)
     # Compiled loops are specialised by memory layout, so keep it contiguous.
     of_stages: dict[str, Any] = {
@@ -231,15 +232,16 @@ class _Found(NamedTuple):
 
 
 def alpa(problem: Problem, state: SearchState, objectives: Sequence[Objective] = OBJECTIVES) -> Steps:
-    """Place ops, slice stages by each of the objectives, and propose the plans in their order.
+    """Propose Alpa's plans: for each objective, the best plans first.
 
-    Raises MeshwrightError without highspy, if ops are to be split.
+    Raises PlanError unless gpipe or 1f1b is allowed, and MeshwrightError if ops are to be split, but highspy is not
+    installed.
     """
     schedules = [name for name in problem.choices.schedules if name in BASIC_SCHEDULES]
     if not schedules:
         raise PlanError(
-            f"Alpa's stages are found for {' and '.join(BASIC_SCHEDULES)}, but only "
-            f"{', '.join(problem.choices.schedules)} may be chosen. Allow one of them, or use another method."
+            f"The method alpa supports the schedules {' and '.join(BASIC_SCHEDULES)}, but only "
+            f"{', '.join(problem.choices.schedules)} may be chosen. Add --schedule 1f1b, or use another method."
         )
     found: list[_Found] = []
     errors: list[MeshwrightError] = []

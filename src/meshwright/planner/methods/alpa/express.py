@@ -1,11 +1,11 @@
-"""Express placements as a plan can: replicas, and the tensor axis of a `Sharding` with placements of single ops.
+"""Express Alpa's placements as a plan: replicas, and the tensor axis of a `Sharding` with placements of single ops.
 
 A plan has one sharding for all stages. Its replicas split samples only, its tensor axis anything but samples. So
-placements can be expressed if each axis of the mesh does one of the two, and at most one axis splits more than samples.
-The tensor axis is first laid out by its own rules (`program.sharding.sharding_rules`); every op that was placed
-differently gets a placement of its own, until propagation lays out all ops and tensors as the integer program did. What
-still differs cannot be expressed: sums that are scattered in one place and whole in another, or splits of single parts
-that no dim names.
+placements can be expressed only if each axis of the mesh does one of the two, and at most one axis splits more than
+samples. First, the rules for the tensor axis (`program.sharding.sharding_rules`) lay out all ops. Every op that Alpa
+placed differently then gets an explicit placement, until propagation lays out all ops and tensors as the integer
+program did. Differences that remain cannot be expressed, for example a partial sum that is scattered for one reader and
+whole for another.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _ROUNDS = 32
 
 
 class Expressed(NamedTuple):
-    """A plan's expression of placements on a mesh: ``replicas`` teams of ``sharding.width`` devices."""
+    """Placements as a plan expresses them: ``replicas`` teams of ``sharding.width`` devices, all with ``sharding``."""
 
     replicas: int
     sharding: Sharding
 
 
 def express(placements: Placements) -> Expressed:
-    """Return the replicas and the sharding of placements.
+    """Return the number of replicas and the sharding that have the effect of the placements.
 
-    Raises PlanError, with the reason, if no plan expresses them.
+    Raises PlanError, with the reason, if no plan can express the placements.
     """
     shared = [axis for axis in AXES if placements.shape[axis] > 1 and not _is_of_samples(placements, axis)]
     replicas = 1
@@ -49,13 +49,13 @@ def express(placements: Placements) -> Expressed:
     if len(shared) > 1:
         raise PlanError(
             f"Both axes of the mesh of {placements.shape} devices split more than samples, but a plan has replicas and "
-            "one tensor axis. Give one axis to the samples (uses), or a mesh of one axis."
+            "one tensor axis. Let one axis split samples only (uses=), or give a mesh with one axis of size 1."
         )
     axis = shared[0]
     if any(way[axis] == "samples" for way in placements.ways):
         raise PlanError(
             f"Axis {axis} of the mesh splits samples of some ops and other dims of others; the tensor axis of a plan "
-            "splits no samples. Keep them off this axis (uses)."
+            "splits no samples. Let this axis split no samples (uses=)."
         )
     return Expressed(replicas, _sharding(placements, axis))
 
@@ -134,8 +134,8 @@ def _settled(wanted: _Wanted, sharding: Sharding) -> Sharding:
         raise PlanError(f"Op {graph.ops[index].name!r} is split along {wanted.split(index)}, which no placement gives.")
     for tensor in wanted.elsewhere(state):
         raise PlanError(
-            f"Tensor {graph.tensors[tensor].name!r} lies as {wanted.placements.layouts[tensor][wanted.axis]}, but the "
-            f"program lays it out as {_layout(wanted.facts, state.places.get(tensor))}."
+            f"Tensor {graph.tensors[tensor].name!r} has layout {wanted.placements.layouts[tensor][wanted.axis]}, but "
+            f"the program lays it out as {_layout(wanted.facts, state.places.get(tensor))}."
         )
     return sharding
 

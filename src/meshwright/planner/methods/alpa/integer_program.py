@@ -1,4 +1,4 @@
-"""The integer program: one strategy per group, and conversions of the tensors between them, solved by HiGHS.
+"""Alpa's integer program: choose one strategy per group of ops, and convert tensors between groups; HiGHS solves it.
 
     minimise    Σ_v s_v · c_v  +  Σ_t z_t · R_t                                    (Alpa, section 4.2, eq. 1-5)
     subject to  Σ_k s_v[k] = 1                                     s_v[k] ∈ {0, 1}
@@ -7,9 +7,12 @@
                 z_t[h, w] ≥ e_r[h, w] for every reader r of t
                 Σ_v s_v · m_v + Σ_t z_t · m_t ≤ memory             if memory is limited
 
-It differs from Alpa's in two ways. Alpa's e has a row and a column per strategy; here they are per layout, because the
-cost of a conversion depends on nothing else. And z: readers of a tensor in the same layout share its conversion, as in
-the executed program, whereas Alpa charges each. A reader of the same group has no e: its z follows from s.
+v is a group of ops (node) with costs c_v (seconds) and m_v (bytes) per strategy; s_v chooses its strategy. t is a
+tensor, u the node that produces it, r one of its readers (for v); h and w are the layouts it has and a reader wants,
+and R_t the seconds of conversions. There are two differences from Alpa. Alpa's e has a row and a column per strategy;
+here they are per layout, because the cost of a conversion depends on the layouts only. Readers of a tensor in the same
+layout share one conversion (z), as in the executed program, whereas Alpa charges each reader. A reader in the same
+group as the producer needs no e: its z follows from s.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _SCALE = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StrategyNode:
-    """Seconds and bytes of each strategy of a group, shape (K,)."""
+    """A node of the program, a group of ops: seconds per step and bytes per device of its K strategies, shape (K,)."""
 
     seconds: Floats
     memory_bytes: Floats
@@ -37,10 +40,11 @@ class StrategyNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedTensor:
-    """One tensor and its readers: node ``producer`` lays it out as layout ``have[k]`` under its strategy k.
+    """One tensor, the node that produces it, and the nodes that read it; layouts are given by index.
 
-    ``readers`` are nodes, each with the layout that it needs under each of its strategies. ``seconds`` and
-    ``memory_bytes`` of a conversion have shape (haves, wants).
+    ``have[k]`` is the layout in which node ``producer`` leaves the tensor under its strategy k. ``readers`` are pairs
+    of a node and an array: the layout that it needs under each of its strategies. ``seconds`` and ``memory_bytes`` of
+    the conversion from each layout to each have shape (layouts of the producer, layouts of readers).
     """
 
     producer: int
@@ -52,7 +56,10 @@ class RoutedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySolution:
-    """The strategy of each node. ``bound_s``: no choice costs less, proven. ``status``: as reported by HiGHS."""
+    """The solution: ``chosen`` is the index of the strategy of each node, ``objective_s`` their total seconds.
+
+    ``bound_s`` is a proven lower bound of the objective. ``status`` is the status that HiGHS reports.
+    """
 
     chosen: tuple[int, ...]
     objective_s: float
@@ -63,7 +70,7 @@ class StrategySolution:
 
 
 class ProgramColumns:
-    """Columns and rows of the program, appended array by array."""
+    """The columns (variables) and rows (constraints) of the integer program for `meshwright.solving.minimise`."""
 
     def __init__(
         self, nodes: Sequence[StrategyNode], tensors: Sequence[RoutedTensor], memory_limit_bytes: float | None
@@ -134,9 +141,9 @@ class ProgramColumns:
         self.matrix.fill(row + want, self._strategies(reader), -1.0)
 
     def solve(self, deadline_s: float) -> tuple[StrategySolution, list[int]]:
-        """Solve the program.
+        """Solve the program within ``deadline_s`` seconds; return the solution, and the chosen strategies as a list.
 
-        Raises NoFeasiblePlanError if memory does not suffice, or time ends before a solution is found.
+        Raises NoFeasiblePlanError if no choice fits into memory, or if the time ends before a solution is found.
         """
         found = minimise(
             np.concatenate(self.costs),
@@ -150,8 +157,8 @@ class ProgramColumns:
         values = found.values
         if values is None:
             raise NoFeasiblePlanError(
-                f"No placements were found in {deadline_s:g} s: HiGHS says {found.status!r}. If memory is "
-                "limited, raise the limit or use a larger mesh; if time ended, allow more time."
+                f"No placements were found in {deadline_s:g} s; the solver HiGHS reports {found.status!r}. If it is "
+                "infeasible, memory does not suffice: raise the limit or use a larger mesh; if time ended, allow more."
             )
         chosen = [int(values[a:b].argmax()) for a, b in zip(self.first[:-1], self.first[1:], strict=True)]
         solution = StrategySolution(
@@ -172,8 +179,9 @@ def solve_choices(
     memory_limit_bytes: float | None = None,
     deadline_s: float = 600.0,
 ) -> StrategySolution:
-    """Return the cheapest choice of a strategy per node; HiGHS on one thread, to proven optimality.
+    """Choose one strategy per node with the least total seconds; HiGHS proves optimality unless the time ends.
 
-    Raises NoFeasiblePlanError if no choice fits in memory, MeshwrightError without highspy.
+    ``memory_limit_bytes`` is per device, None for no limit. Raises NoFeasiblePlanError if no choice fits into memory,
+    MeshwrightError if highspy is not installed.
     """
     return ProgramColumns(nodes, tensors, memory_limit_bytes).solve(deadline_s)[0]

@@ -1,12 +1,12 @@
 """The intra-operator pass (`place_ops`): split every op and tensor of a graph over a mesh; its result (`Placements`).
 
-    fold             one block of a stack of equal blocks stands for all                  (`op_groups`)
-    find_groups      which op follows which, and the splits of each root per axis             (`op_groups`)
-    strategies       of both axes, with seconds and bytes                               (`strategies`)
+    fold             keep one block of a stack of equal blocks                          (`op_groups`)
+    find_groups      group ops that are split alike; list the splits of each group      (`op_groups`)
+    strategies       pairs of splits for both axes, with seconds and bytes              (`strategies`)
     conversions      of tensors between groups, with seconds and bytes                  (`mesh`)
-    solve_choices    the integer program                                                (`integer_program`)
+    solve_choices    choose a strategy per group by the integer program                 (`integer_program`)
 
-Objective: seconds per step of one device, without overlap. Source: Zheng et al., Alpa, OSDI 2022, section 4.
+The objective is the seconds per step of one device, without overlap. Source: Zheng et al., Alpa, OSDI 2022, section 4.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from meshwright.spec.sharding import Layout
 _WORDS = {
     "samples": "over samples",
     "columns": "by columns of a parameter",
-    "rows": "by rows, summed",
+    "rows": "by rows, with a sum",
     "dims": "along other dims",
-    "whole": "computed by all alike",
+    "whole": "computed in full by all devices",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placements:
-    """Placements of a graph on a mesh of ``shape`` devices: the layout of every op and tensor on both axes.
+    """How a graph is split over a mesh of ``shape`` devices: every op and tensor, on both axes (outer, inner).
 
-    ``layouts`` are those of each tensor on both axes; tensors that every rank makes or loads in any layout count as
-    whole. ``splits`` are those of each op, as the table of placements names them for ``batch_size`` samples at once;
-    ``ways`` are their names for printing, "" for ops without a fixed layout. ``seconds`` is the total per step,
-    ``terms`` its parts: compute, exchange (sums and collectives inside ops), gradients, conversions. ``memory_bytes``
-    is per device. ``solution`` is the solver's result.
+    ``layouts`` has one pair per tensor; tensors that every rank can make or load in any layout count as replicated.
+    ``splits`` has one pair per op, for ``batch_size`` samples at once. ``ways`` names each split for printing: samples,
+    columns, rows, dims or whole, "" for ops without a fixed layout. ``seconds`` is the total per step, ``terms`` its
+    parts: compute, exchange (sums and collectives inside ops), gradients, conversions. ``memory_bytes`` is per device.
+    ``num_groups`` counts groups of ops; ``solution`` is the solver's result.
     """
 
     graph: Graph = field(repr=False)
@@ -65,11 +65,11 @@ class Placements:
 
     @property
     def gap(self) -> float:
-        """The largest possible improvement by the solver's bound, as a share; 0 if optimality is proven."""
+        """The share of ``seconds`` by which a better solution could at most be faster; 0 if optimality is proven."""
         return max(self.seconds - self.solution.bound_s, 0.0) / self.seconds if self.seconds else 0.0
 
     def explain(self) -> str:
-        """Return the choices and their costs in a few lines."""
+        """Return a few printable lines: seconds and their terms, bytes, and how many ops are split in which way."""
         outer, inner = self.shape
         lines = [
             f"Placements of {self.graph.name!r} on {outer} x {inner} devices: {self.seconds:.4g} s per step, "
@@ -82,8 +82,8 @@ class Placements:
                 said = ", ".join(f"{count} ops {_WORDS[way]}" for way, count in counts.most_common())
                 lines.append(f"  axis {axis} of {self.shape[axis]}: {said}")
         lines.append(
-            f"  {self.solution.num_variables} variables and {self.solution.num_constraints} rows for {self.num_groups} "
-            f"groups of ops; {self.solution.status}, gap {self.gap:.2%}"
+            f"  {self.solution.num_variables} variables and {self.solution.num_constraints} constraints for "
+            f"{self.num_groups} groups of ops; solver: {self.solution.status}, gap {self.gap:.2%}"
         )
         return "\n".join(lines)
 
@@ -91,7 +91,7 @@ class Placements:
 def lay_out(
     sharded: MeshGraph, strategies: Sequence[Strategies], tensors: Sequence[RoutedTensor], solution: StrategySolution
 ) -> Placements:
-    """Return the placements of a solution, expanded from the kept ops to all ops that they stand for."""
+    """Return the placements of a solution for the whole graph: equal blocks get the splits of the one kept block."""
     graph, models = sharded.amounts.graph, sharded.models
     splits: list[tuple[OpSplit | None, OpSplit | None]] = [(None, None)] * len(graph.ops)
     ways = [("", "")] * len(graph.ops)
@@ -170,7 +170,7 @@ _L = TypeVar("_L", Have, Want)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChoiceProblem:
-    """Nodes and tensors of the integer program, with the strategies of the groups that the nodes stand for."""
+    """The input of the integer program: ``nodes`` and ``tensors``; ``strategies[i]`` are those of node i's ops."""
 
     strategies: tuple[Strategies, ...]
     nodes: tuple[StrategyNode, ...]
@@ -188,11 +188,12 @@ def place_ops(
     memory_limit_bytes: float | None = None,
     deadline_s: float = 600.0,
 ) -> Placements:
-    """Split every op of a graph over both axes of a mesh with the least seconds per step.
+    """Split every op of a graph over both axes of a mesh such that a step takes the least seconds.
 
-    ``uses``: what each axis may split. ``tiled``: equal blocks in a row get the same layout and are solved as one.
-    ``following``: cheap ops are split like their deepest operand; otherwise each op chooses for itself. Raises
-    NoFeasiblePlanError if nothing fits in ``memory_limit_bytes`` per device, MeshwrightError without highspy.
+    ``amounts``: the work of a step (`amounts_of`). ``uses``: what each axis may split. ``tiled``: equal blocks in a row
+    get the same splits and are solved as one. ``following``: cheap ops are split like their deepest operand; otherwise
+    the program chooses for every op. Raises NoFeasiblePlanError if nothing fits into ``memory_limit_bytes`` per device
+    or the time (``deadline_s``, in seconds) ends, MeshwrightError if highspy is not installed.
     """
     sharded, problem = make_choice_problem(graph, mesh, amounts, uses=uses, tiled=tiled, following=following)
     solution = solve_choices(
@@ -210,7 +211,10 @@ def make_choice_problem(
     tiled: bool = True,
     following: bool = True,
 ) -> tuple[MeshGraph, ChoiceProblem]:
-    """Return the integer program of `place_ops`. Raises GraphError for a batch size that the graph does not support."""
+    """Return the sharded graph and the integer program that `place_ops` solves; parameters as there.
+
+    Raises GraphError for a batch size that the graph does not support, PlanError if ``amounts`` is of another graph.
+    """
     graph.check_batch_size(amounts.batch_size)
     if len(amounts.op_seconds) != len(graph.ops):
         raise PlanError(
@@ -236,7 +240,11 @@ def amounts_of(
     num_microbatches: int = 1,
     in_flight: int = 1,
 ) -> Amounts:
-    """Return the work of microbatches of ``batch_size`` samples on the whole mesh, estimated by the cost model."""
+    """Return the work of one step, estimated by the cost model for the first device kind of its cluster.
+
+    A microbatch has ``batch_size`` samples on the whole mesh; a step has ``num_microbatches``, of which ``in_flight``
+    keep their activations at once.
+    """
     kind = cost.cluster.device_kind(0)
     costs = cost.estimate_ops(graph, batch_size, kind)
     training = workload.kind == "training"

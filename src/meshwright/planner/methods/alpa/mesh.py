@@ -1,14 +1,14 @@
-"""Logical meshes: n x m devices in two axes, the costs of collectives along each axis, and those of conversions.
+"""Logical meshes: n x m devices in two axes, with the costs of collectives along each axis and of layout conversions.
 
-By Alpa's closed forms (Zheng et al., OSDI 2022, and its `LogicalDeviceMesh`), for k devices, α seconds and β seconds
-per byte; its small constants, which only break ties, are left out:
+The costs come from Alpa's closed forms (Zheng et al., OSDI 2022, and its `LogicalDeviceMesh`), for k devices, α seconds
+and β seconds per byte; Alpa's small constants, which only break ties, are left out:
 
     all-gather, reduce-scatter    α + β · bytes · (k - 1) / k
     all-reduce                    α + 2 β · bytes · (k - 1) / k
     all-to-all                    α + β · bytes · (k - 1) / k² · k / 2
 
-or by the cost model, for the ranks of a cluster: axis 1 has neighbouring ranks, and the other lines of the mesh
-communicate at the same time. Bytes are those of the full tensor, as everywhere (`spec.exchange`).
+or from the cost model, for the ranks of a cluster: axis 1 has neighbouring ranks, and all groups along an axis
+communicate at the same time. Bytes are always those of the full tensor, as in `spec.exchange`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ AXES = (0, 1)
 
 
 class AxisCosts(Protocol):
-    """Costs of collectives along one axis."""
+    """Interface: the costs of collectives along one axis of a mesh."""
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
-        """Return seconds for each size of the full tensor, shape (n,)."""
+        """Return the seconds of a collective for each of n sizes of the full tensor in bytes, shape (n,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalMesh:
-    """Devices in a grid of ``shape``, with the costs of both axes; those of an axis of size 1 are not used."""
+    """Devices in a grid of ``shape`` (outer, inner), with the costs of both axes; an axis of size 1 needs none."""
 
     shape: tuple[int, int]
     costs: tuple[AxisCosts, AxisCosts]
 
     def __post_init__(self) -> None:
         if min(self.shape) < 1:
-            raise PlanError(f"A mesh of {self.shape} devices was given; expected at least one in each axis.")
+            raise PlanError(f"A mesh of {self.shape} devices was given; expected at least one device along each axis.")
 
     @property
     def num_devices(self) -> int:
@@ -59,14 +59,14 @@ class LogicalMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlphaBeta:
-    """Alpa's closed forms for one axis."""
+    """Alpa's closed forms for one axis: latency ``alpha_s`` and seconds per byte ``beta_s_per_byte``."""
 
     num_devices: int
     alpha_s: float
     beta_s_per_byte: float
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
-        """Return seconds for each size of the full tensor, shape (n,)."""
+        """Return the seconds of a collective for each of n sizes of the full tensor in bytes, shape (n,)."""
         passed = num_bytes * ((self.num_devices - 1) / self.num_devices)
         rounds = {"all_reduce": 2.0, "all_to_all": 0.5}.get(kind, 1.0)
         return self.alpha_s + self.beta_s_per_byte * rounds * passed
@@ -74,19 +74,22 @@ class AlphaBeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelCosts:
-    """Costs of a cluster's cost model for one line of ranks, while the other lines of its axis communicate too."""
+    """Collective costs from a cost model for one group of ranks along an axis.
+
+    ``beside`` are the other groups along the same axis; they communicate at the same time.
+    """
 
     cost: CostModel
     ranks: tuple[int, ...]
     beside: tuple[tuple[int, ...], ...]
 
     def seconds(self, kind: CollectiveKind, num_bytes: Floats) -> Floats:
-        """Return seconds for each size of the full tensor, shape (n,)."""
+        """Return the seconds of a collective for each of n sizes of the full tensor in bytes, shape (n,)."""
         return self.cost.predict_collective(kind, self.ranks, num_bytes, self.beside).seconds
 
 
 def closed_form_mesh(shape: tuple[int, int], alpha_s: Sequence[float], beta_s_per_byte: Sequence[float]) -> LogicalMesh:
-    """Return a mesh with Alpa's closed forms, with α and β of each axis."""
+    """Return a mesh whose costs are Alpa's closed forms; ``alpha_s``, ``beta_s_per_byte``: one value per axis."""
     outer, inner = (
         AlphaBeta(num_devices=size, alpha_s=alpha, beta_s_per_byte=beta)
         for size, alpha, beta in zip(shape, alpha_s, beta_s_per_byte, strict=True)
@@ -95,9 +98,9 @@ def closed_form_mesh(shape: tuple[int, int], alpha_s: Sequence[float], beta_s_pe
 
 
 def mesh_of_cluster(cost: CostModel, shape: tuple[int, int], first_rank: int = 0) -> LogicalMesh:
-    """Return the mesh of a cluster's ranks from ``first_rank``; axis 1 has neighbours.
+    """Return the mesh of the ranks from ``first_rank`` on, with the costs of the cost model.
 
-    Raises PlanError for too few ranks.
+    Neighbouring ranks lie along axis 1. Raises PlanError if the cluster has too few ranks.
     """
     num_outer, num_inner = shape
     if first_rank + num_outer * num_inner > cost.cluster.num_ranks:
@@ -115,10 +118,10 @@ Integers = NDArray[np.int64]
 
 
 class Have(NamedTuple):
-    """A tensor's layout on one mesh axis: split along a dim, whole, or a partial sum on each rank.
+    """The layout that a tensor has on one mesh axis: split along a dim, whole, or a partial sum on each rank.
 
-    ``place``: the dim and the number of equal pieces in it; None if whole. ``sums``: each rank has a partial sum; for a
-    parameter, of its gradient.
+    ``place``: the dim that is split and the number of equal blocks in it, each of which is split over the axis; None if
+    no dim is split. ``sums``: each rank has a partial sum; for a parameter, of its gradient.
     """
 
     place: Place
@@ -133,14 +136,14 @@ class Have(NamedTuple):
 #
 # with N the bytes of the tensor and |l| the number of ranks over which a layout splits it, 1 if it is whole or a sum.
 class ConversionCosts:
-    """Seconds of collectives along the axes of a mesh, each computed once."""
+    """The seconds of collectives and of layout conversions on a mesh; results are cached."""
 
     def __init__(self, mesh: LogicalMesh) -> None:
         self.mesh = mesh
         self._kept: dict[tuple[int, CollectiveKind, float], float] = {}
 
     def seconds(self, axis: int, kind: CollectiveKind | None, num_bytes: float) -> float:
-        """Return the seconds of one collective; 0 for no collective, no bytes or one rank."""
+        """Return the seconds of one collective along an axis; 0 if ``kind`` is None, for 0 bytes and for one rank."""
         if kind is None or num_bytes == 0 or self.mesh.shape[axis] == 1:
             return 0.0
         key = axis, kind, num_bytes
@@ -149,9 +152,10 @@ class ConversionCosts:
         return self._kept[key]
 
     def all_reduce(self, axes: Sequence[int], num_bytes: float) -> float:
-        """Return the seconds to all-reduce over axes.
+        """Return the seconds to all-reduce a tensor over no axis (0), one axis or both.
 
-        Over two axes: scatter along one, reduce along the other, gather along the first.
+        Over both: reduce-scatter along one, all-reduce the shards along the other, all-gather along the first, in the
+        cheaper order of the axes.
         """
         if len(axes) == 1:
             return self.seconds(axes[0], "all_reduce", num_bytes)
@@ -166,7 +170,10 @@ class ConversionCosts:
     def convert_one(
         self, have: tuple[Have, Have], want: tuple[Have, Have], num_bytes: float, *, with_gradient: bool
     ) -> float:
-        """Return the seconds for one pair of layouts, with whole gradients."""
+        """Return the seconds to convert a tensor from layout ``have`` to ``want``, each a pair for both axes.
+
+        ``with_gradient`` adds the conversion of the gradient, which is a full sum for the reader.
+        """
         wants = Want(want[0].place), Want(want[1].place)
         return float(self.convert([have], [wants], num_bytes, with_gradient=with_gradient)[0, 0])
 
@@ -178,7 +185,10 @@ class ConversionCosts:
         *,
         with_gradient: bool,
     ) -> Floats:
-        """Return the seconds from each layout to each, forward and backward, shape (haves, wants)."""
+        """Return the seconds to convert a tensor of ``num_bytes`` from each layout to each, shape (haves, wants).
+
+        ``with_gradient`` adds the conversion of the gradient in the backward.
+        """
         tables, have_at, want_at = [], [], []
         for axis in AXES:
             have = list(dict.fromkeys(item[axis] for item in haves))

@@ -1,16 +1,16 @@
 """Groups of ops that are split together, and their possible splits (`find_groups`); repeated blocks (`fold`).
 
-A **root** chooses: products, attention, losses, and ops without an operand to follow. Every other op follows its
-deepest operand (the one at the end of the longest chain of ops): it is split like that operand, or stays whole if it
-cannot be split so. This keeps the integer program small, as in Alpa, and can cost something; without ``following``
-every op is a root. The strategies of a group are those of its root, on each axis
+The integer program chooses the split of **roots** only: products, attention, losses, and ops without an operand to
+follow. Every other op follows its deepest operand (the one at the end of the longest chain of ops): it is split like
+that operand, or stays whole if it cannot be split so. This keeps the integer program small, as in Alpa, but may miss
+the optimum; without ``following`` every op is a root. The strategies of a group are those of its root, on each axis
 
     a split of the root along a label of its dims, or none; and if its outputs are then sums over the ranks, their
     layout after the reduction: whole, or scattered over a dim
 
-A root can be split along every label that the table of placements does not fix; and as some other root needs its
-outputs or makes its inputs, behind views: columns of queries, keys and values in three parts, or tokens together with
-samples (`_Splits`).
+A root can be split along every label (dim of the table of placements) that the table does not fix. It can also be split
+in the way in which another root, behind views, reads its outputs or makes its inputs: for example the columns of
+queries, keys and values as three blocks, or tokens together with samples (`_Splits`).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Slot = tuple[int, int]
 # would be missed.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedRun:
-    """``count`` copies of ``length`` ops, starting with op ``start``."""
+    """A run of equal blocks: ``count`` copies of ``length`` ops, the first of which starts at op ``start``."""
 
     start: int
     length: int
     count: int
 
     def copy_of(self, op: int) -> int:
-        """Return the copy that contains an op; out of range if no copy does."""
+        """Return the index of the copy that contains an op; below 0 or at least ``count`` if the op is outside."""
         return (op - self.start) // self.length
 
     def __contains__(self, op: object) -> bool:
@@ -61,7 +61,10 @@ class RepeatedRun:
 
 
 class Reading(NamedTuple):
-    """Readers of ``weight`` instances of a tensor; each instance is converted once per layout that readers need."""
+    """A tensor of a kept op, its readers (op, position among the inputs), and how often it occurs in the graph.
+
+    Each of the ``weight`` instances is converted once per layout that readers need.
+    """
 
     tensor: int
     weight: int
@@ -70,9 +73,11 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """``ops`` that stand for a graph's ops, the ops that each stands for, and the readers of their tensors.
+    """The result of `fold`: the ops that are kept, each representing itself and equal ops of other blocks.
 
-    ``copy_of`` has the run and the copy of the ops in runs, whether these are folded or not.
+    ``ops`` are the indexes of the kept ops, ``stands_for`` maps each to all ops that it represents, ``readings`` are
+    the readers of their tensors. ``copy_of`` maps every op inside a run to (first op of the run, index of the copy),
+    whether the run is folded or not.
     """
 
     ops: tuple[int, ...]
@@ -82,7 +87,10 @@ class Folded:
 
 
 def fold(graph: Graph, *, tiled: bool = True) -> Folded:
-    """Return the ops to place; without ``tiled`` all of them."""
+    """Return the ops to place: of equal blocks in a row, one block between the first and the last; else every op.
+
+    Without ``tiled``, return all ops.
+    """
     producer = {tensor: i for i, op in enumerate(graph.ops) for tensor in op.outputs}
     runs = list(_find_runs(graph, producer))
     inside = {op: run for run in runs for op in range(run.start, run.start + run.length * run.count)}
@@ -227,14 +235,21 @@ ATTENTION = "aten.scaled_dot_product_attention"
 
 
 class RootSplit(NamedTuple):
-    """A root's split on one axis, and the dim over which its outputs are scattered if they are sums over the ranks."""
+    """The split of a root op on one axis (None: not split).
+
+    ``scatter``: if the outputs are partial sums over the ranks, the place over which they are reduce-scattered; None:
+    they are all-reduced.
+    """
 
     split: OpSplit | None
     scatter: Place = None
 
 
 class Want(NamedTuple):
-    """The layout in which an op reads a tensor on one axis, and whether each rank has only a part of its gradient."""
+    """The layout in which an op reads a tensor on one axis (``place``; None: whole).
+
+    ``sums``: each rank computes only a partial sum of the tensor's gradient.
+    """
 
     place: Place
     sums: bool = False
@@ -242,7 +257,11 @@ class Want(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpGroup:
-    """Ops, the root first; ``choices`` of the root per axis, and ``splits`` of each op for each choice."""
+    """Ops that are split together, the root first.
+
+    ``choices`` are the possible splits of the root, per axis. ``splits`` maps each op to its split under each of these
+    choices, per axis.
+    """
 
     ops: tuple[int, ...]
     choices: tuple[tuple[RootSplit, ...], ...]
@@ -250,7 +269,10 @@ class OpGroup:
 
 
 class AxisModel:
-    """A graph's kept ops on one axis of ``size`` ranks; ``following``: whether ops follow others."""
+    """How the kept ops of a graph can be split on one mesh axis of ``size`` ranks.
+
+    ``following``: ops that are not roots are split like one of their operands.
+    """
 
     def __init__(self, graph: Graph, folded: Folded, size: int, *, following: bool = True) -> None:
         self.graph, self.folded, self.following = graph, folded, following
@@ -259,7 +281,7 @@ class AxisModel:
 
     @cached_property
     def free(self) -> frozenset[int]:
-        """Tensors that every rank makes or loads in any layout: inputs, and values without a gradient."""
+        """Tensors that every rank can make or load in any layout: inputs, buffers, and values without a gradient."""
         tensors = self.graph.tensors
         found = {i for i, tensor in enumerate(tensors) if tensor.role in ("input", "buffer", "constant")}
         for index in self.folded.ops:
@@ -271,7 +293,7 @@ class AxisModel:
 
     @cached_property
     def followed(self) -> dict[int, int]:
-        """The position of the input that each op follows; roots are left out."""
+        """A dict from each op that is not a root to the position of the input that it follows."""
         depth: dict[int, int] = {}
         found: dict[int, int] = {}
         copy_of, producer = self.folded.copy_of, self.facts.producer
@@ -289,13 +311,13 @@ class AxisModel:
         return found
 
     def is_free(self, index: int) -> bool:
-        """Return whether all outputs of an op are free."""
+        """Return whether all outputs of an op are in `free`."""
         return all(i in self.free for i in self.graph.ops[index].outputs)
 
     def is_root(self, index: int) -> bool:
-        """Return whether an op chooses its own split.
+        """Return whether an op is a root by its kind.
 
-        It does if it is a product, sums over a dim that can be split, or has collectives inside.
+        Roots are products, attention, ops that sum over a dim that can be split, and ops with collectives inside.
         """
         dims, row = self.facts.dims[index], self.facts.rows[index]
         product = row is not None and row.product
@@ -303,19 +325,19 @@ class AxisModel:
         return product or sums or bool(dims.inner) or self.graph.ops[index].kind.startswith(ATTENTION)
 
     def outputs(self, index: int, choice: RootSplit) -> Iterator[tuple[int, Place]]:
-        """Yield the outputs of an op with their places."""
+        """Yield each output of an op with the place at which ``choice`` splits it (None: whole)."""
         dims = self.facts.dims[index]
         summed = self.sums_outputs(index, choice.split)
         for tensor, item in zip(self.graph.ops[index].outputs, dims.outputs, strict=True):
             yield tensor, choice.scatter if summed else dims.place_in(item, choice.split)
 
     def sums_outputs(self, index: int, split: OpSplit | None) -> bool:
-        """Return whether the outputs of an op under a split are sums over the ranks."""
+        """Return whether an op under a split leaves partial sums on the ranks, which must be added up."""
         dims = self.facts.dims[index]
         return split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
 
     def want(self, index: int, position: int, split: OpSplit | None) -> Want:
-        """Return the layout in which an op under a split reads an input."""
+        """Return the layout in which an op under a split reads its input at ``position``."""
         facts, row = self.facts, self.facts.rows[index]
         dims, tensor = facts.dims[index], facts.graph.ops[index].inputs[position]
         product = row is not None and row.product
@@ -323,12 +345,12 @@ class AxisModel:
         return Want(dims.place_in(dims.inputs[position], split), sums)
 
     def reads(self, index: int, position: int) -> bool:
-        """Return whether an op reads the values of an input, not only its type or size."""
+        """Return whether an op reads the values of its input at ``position``, rather than only its dtype or shape."""
         row = self.facts.rows[index]
         return row is None or position < row.reads
 
     def cuts_samples(self, tensor: int, place: Place) -> bool:
-        """Return whether ranks get different samples if a tensor is split at a place."""
+        """Return whether splitting a tensor at a place gives different samples to different ranks."""
         return (
             place is not None
             and bool(self.graph.tensors[tensor].shape[place[0]].per_sample)
@@ -336,13 +358,16 @@ class AxisModel:
         )
 
     def tensors(self, index: int) -> Iterator[tuple[int, tuple[tuple[tuple[str, int], ...], ...]]]:
-        """Return the tensors of an op with their dims."""
+        """Yield the inputs and outputs of an op, each with its labelled dims."""
         op, dims = self.graph.ops[index], self.facts.dims[index]
         return zip((*op.inputs, *op.outputs), (*dims.inputs, *dims.outputs), strict=True)
 
 
 def find_groups(models: Sequence[AxisModel], uses: Sequence[AxisUse]) -> list[OpGroup]:
-    """Return all groups, in the order of their roots; ``models`` of both axes."""
+    """Return all groups of ops, in the order of their roots.
+
+    ``models`` and ``uses`` have one item per axis: how ops can be split there, and what the axis may split.
+    """
     followed = models[0].followed
     members: dict[int, list[int]] = {}
     root_of: dict[int, int] = {}
@@ -441,7 +466,7 @@ class _Splits:
             queue.extend(self._beside(index, split))
 
     def places(self, tensor: int) -> tuple[Place, ...]:
-        """Return the places at which readers of a tensor can take it split."""
+        """Return the places (dim, number of blocks) at which readers of a tensor can read it split."""
         found: dict[Place, None] = {}
         for index, position in self._touching[tensor]:
             if position is not None:

@@ -2,14 +2,14 @@
 
 A strategy is a pair of choices of the group's root, one per axis. Its costs per step, for M microbatches, are
 
-    compute     M · Σ over ops of seconds on one device · the part of its work that one device does; work that all
+    compute     M · Σ over ops of (seconds of the whole op · the share of its work that one device does); work that all
                 ranks of an axis compute redundantly has its full cost
     exchange    M · the collectives that complete the root's sums, and those inside ops
-    gradients   of a parameter that is whole along axes over which the work is split: reduced once per step
-    memory      parameters with gradients and optimizer states, and what is kept for the backward of ``in_flight``
-                microbatches: everything that exists at the end of a forward
+    gradients   all-reduce, once per step, of the gradients of parameters that are whole along an axis that splits work
+    memory      parameters with gradients and optimizer states, and the activations that ``in_flight`` microbatches keep
+                for the backward
 
-Seconds of ops are those of whole ops; communication is not overlapped, as in Alpa.
+Communication does not overlap with computation, as in Alpa.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ TERMS = ("compute", "exchange", "gradients")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategies:
-    """``pairs`` (K, 2) of choices, ``seconds`` (3, K) by `TERMS`, ``memory_bytes`` (K,), for all ops it stands for."""
+    """The K strategies of a group of ops, with their costs for all ops that the group represents.
+
+    ``pairs`` (K, 2): the index of the root's choice on each axis. ``seconds`` (3, K): per step, in the order of
+    `TERMS`. ``memory_bytes`` (K,): per device.
+    """
 
     group: OpGroup
     pairs: Integers
@@ -48,9 +52,12 @@ class Strategies:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Amounts:
-    """The work to place: ``graph`` as captured, on ``batch_size`` samples; ``op_seconds`` of its whole ops.
+    """The work of one step that is to be split over a mesh.
 
-    ``parameter_bytes`` are bytes on a device per element of a trained parameter, with gradient and states.
+    ``graph``: as captured. ``batch_size``: samples per microbatch on the whole mesh. ``num_microbatches``: per step.
+    ``in_flight``: microbatches that keep activations at once. ``float_bytes``: bytes per element of floating-point
+    activations, None for those of the graph. ``parameter_bytes``: bytes per element of a trained parameter, with
+    gradient and optimizer states. ``op_seconds``: seconds of each unsplit op per microbatch, forward and backward.
     """
 
     graph: Graph
@@ -62,26 +69,26 @@ class Amounts:
     op_seconds: Floats
 
     def num_bytes(self, tensor: int) -> int:
-        """Return the bytes of a whole tensor."""
+        """Return the bytes of a tensor before it is split."""
         return self.graph.tensors[tensor].num_bytes(self.batch_size, self.float_bytes)
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """Storages that are kept for the backward."""
+        """Indexes of the storages that a forward keeps for its backward; empty for inference."""
         if self.graph.mode != "training":
             return frozenset()
         return frozenset(self.graph.tensors[i].storage for op in self.graph.ops for i in op.saved)
 
 
 class MeshGraph(NamedTuple):
-    """One graph on the two axes of a mesh."""
+    """A graph on the two axes of a mesh: how its ops can be split on each, the work, and the conversion costs."""
 
     models: tuple[AxisModel, AxisModel]
     amounts: Amounts
     costs: ConversionCosts
 
     def strategies(self, group: OpGroup) -> Strategies:
-        """Return the strategies of a group."""
+        """Return all strategies of a group of ops, with their costs."""
         pairs = np.array(_fitting_pairs(self.models, group), np.int64)
         seconds = np.zeros((len(TERMS), *map(len, group.choices)))
         memory = np.zeros(seconds.shape[1:])
@@ -105,7 +112,7 @@ class MeshGraph(NamedTuple):
         )
 
     def haves(self, group: OpGroup, index: int, tensor: int) -> tuple[list[Have], list[Have]]:
-        """Return the layout of an op's output on each axis, by choice."""
+        """Return, for each axis, the layout of output ``tensor`` of op ``index`` under each choice of the root."""
         return _both(
             [
                 Have(dict(model.outputs(index, choice if index == group.ops[0] else RootSplit(split)))[tensor])
@@ -115,7 +122,7 @@ class MeshGraph(NamedTuple):
         )
 
     def wants(self, group: OpGroup, index: int, position: int) -> tuple[list[Want], list[Want]]:
-        """Return the layout in which an op reads an input on each axis, by choice."""
+        """Return, for each axis, the layout in which an op reads an input under each choice of the root."""
         return _both(
             [model.want(index, position, split) for split in group.splits[axis][index]]
             for axis, model in enumerate(self.models)

@@ -1,10 +1,10 @@
-"""Search by gradients: choices relaxed to shares, descended along a smooth cost, rounded, repaired by single moves.
+"""Search by gradient descent: relax choices to probabilities, descend along a smooth cost, round, and repair.
 
-The method `differentiable` (`differentiable_method`) relaxes boundaries, replicas and devices of stages to shares
-(`stage_arrays`, `relaxed`), rounds them and repairs them by moving one boundary or swapping two devices
-(`stage_repair`); settings, microbatch sizes, schedules and numbers of stages are chosen by a softmax over options.
-Repair uses no dynamic program (a contract of the import linter). Variants for chains only are next to their benchmark
-(`benchmarks/planning/chain_arms`).
+The method `differentiable` (`differentiable_method`) relaxes the boundaries, replicas and devices of stages to
+probabilities (`stage_arrays`, `relaxed`). It rounds them and repairs the result by moving one boundary or swapping two
+devices (`stage_repair`). Settings, microbatch sizes, schedules and numbers of stages are drawn from a softmax over
+their combinations. Repair uses no dynamic program (a contract of the import linter). Variants for chains only are next
+to their benchmark (`benchmarks/planning/chain_arms`).
 """
 
 from __future__ import annotations

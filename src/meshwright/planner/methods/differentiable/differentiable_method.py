@@ -1,10 +1,10 @@
-"""The differentiable method: options (setting, microbatch size, schedule, number of stages) are sampled and descended.
+"""The differentiable method: draw an option, and find its stages by gradient descent.
 
-The choice among shardings, sizes, schedules and numbers of stages is itself a softmax, over the best seconds that each
-option has shown: options are drawn by Gumbel noise on it (so without replacement at first), which cools down. A draw
-starts at random (`start_logits`), descends (`descend_logits`), is rounded and repaired (`round_logits`). If it is
-better than the option's best, it is proposed; a result that needs more memory than the closed form estimated lowers the
-memory of the option, and its seconds correct the estimate.
+An option is a setting, microbatch size, schedule and number of stages. Options are drawn from a softmax over the best
+seconds that each has reached, by Gumbel noise whose temperature falls. A draw starts at random (`start_logits`) or near
+the option's best layout, descends (`descend_logits`), is rounded and repaired (`round_logits`). If its estimate is
+close to the best step or better, the plan is proposed. The simulated result corrects the option: its seconds scale the
+estimate, and if the plan does not fit, the option's memory limit is lowered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ LEANING, NEAR, NOISE = 2.0, 4.0, 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageLayout:
-    """Edges (S + 1,), the stage of each rank (D,), the closed form's seconds, and the excess bytes over memory."""
+    """Stages of layers on ranks, with their closed-form step time.
+
+    ``edges`` (S + 1,): the first layer of each stage, and the number of layers. ``stage_of`` (D,): the stage of each
+    rank. ``seconds``: the closed form of the step time. ``excess``: memory beyond the limit as a share of the limit,
+    summed over ranks; 0 if the layout fits.
+    """
 
     edges: Integers
     stage_of: Integers
@@ -53,14 +58,15 @@ class StageLayout:
 
     @property
     def key(self) -> tuple[float, float]:
-        """The sort key, smaller is better: first fit, then be fast."""
+        """Sort key (excess, seconds): the least excess of memory first, then the fastest."""
         return self.excess, self.seconds
 
 
 def start_logits(space: StageSpace, num_stages: int, random: np.random.Generator) -> Logits:
-    """Return random start logits: ranks by kinds and nodes in random order, and boundaries by the speeds of the stages.
+    """Return random logits to start from, for ``num_stages`` stages.
 
-    Half of the starts give all stages the same number of ranks, the others random numbers.
+    Ranks are assigned in random order of node and device kind; boundaries give each stage work in proportion to its
+    speed. Half of the starts give all stages the same number of ranks, the other half random numbers.
     """
     speeds = 1 / space.seconds[space.kind_of, 0, -1]
     groups = space.node_of * len(space.seconds) + space.kind_of
@@ -78,7 +84,7 @@ def start_logits(space: StageSpace, num_stages: int, random: np.random.Generator
 
 
 def logits_of(space: StageSpace, layout: StageLayout, random: np.random.Generator) -> Logits:
-    """Return a start that is close to a layout."""
+    """Return logits whose most likely layout is close to ``layout``, with random noise."""
     num_stages = len(layout.edges) - 1
     layers = np.arange(1, space.num_layers)
     edges = -NEAR * (num_stages / space.num_layers * (layers - layout.edges[1:-1, None])) ** 2
@@ -87,7 +93,7 @@ def logits_of(space: StageSpace, layout: StageLayout, random: np.random.Generato
 
 
 def descend_logits(space: StageSpace, smooth: Smooth, start: Logits) -> StageLayout:
-    """Return the best layout found while descending from a start, annealed."""
+    """Descend from ``start`` with falling temperatures; return the best rounded and repaired layout on the way."""
     steps, found = count(), [round_logits(space, start)]
 
     def gradient_at(flat: Floats, progress: float) -> Floats:
@@ -103,14 +109,14 @@ def descend_logits(space: StageSpace, smooth: Smooth, start: Logits) -> StageLay
 
 
 def round_logits(space: StageSpace, logits: Logits) -> StageLayout:
-    """Return the most likely layout, made valid, and repaired."""
+    """Return the most likely layout of the logits, made valid (`valid_layout`) and repaired (`repair_layout`)."""
     edges, stage_of = valid_layout(space, logits)
     seconds, excess = repair_layout(space, edges, stage_of)
     return StageLayout(edges=edges, stage_of=stage_of, seconds=seconds, excess=excess)
 
 
 def valid_layout(space: StageSpace, logits: Logits) -> tuple[Integers, Integers]:
-    """Return the most likely distinct edges and stages of ranks, at least one rank per stage."""
+    """Return the most likely edges and the stage of each rank, with at least one layer and one rank per stage."""
     num_stages = logits.ranks.shape[1]
     places = np.array([0, *(1 + int(row.argmax()) for row in logits.edges), space.num_layers])
     edges, stage_of = round_edges(places, space.num_layers), logits.ranks.argmax(axis=1)
@@ -148,13 +154,13 @@ class _Option:
 
     @property
     def seconds(self) -> float:
-        """Corrected seconds of its best layout by the closed form; infinite before there is one, or if nothing fits."""
+        """Closed-form seconds of the best layout, corrected by simulations; infinite if no layout fits (yet)."""
         if self.best is None or self.best.excess > 0:
             return math.inf
         return self.best.seconds * self.ratio
 
     def draw(self, random: np.random.Generator, *, gradients: bool) -> StageLayout:
-        """Descend from a random start or from the best, round and repair; keep the result if it is better."""
+        """Return a layout found from a random start or near the best layout; remember it if it is the best so far."""
         # With one stage there is nothing to relax.
         if not gradients or self.num_stages == 1:
             found = round_logits(self.stages, start_logits(self.stages, self.num_stages, random))
@@ -167,7 +173,7 @@ class _Option:
         return found
 
     def plan(self, layout: StageLayout) -> Plan:
-        """Return the plan of the whole graph."""
+        """Return the plan of the whole graph for a layout."""
         ranks = [tuple(map(int, np.flatnonzero(layout.stage_of == stage))) for stage in range(self.num_stages)]
         edges = [int(edge) for edge in layout.edges]
         stages = tuple(
@@ -177,7 +183,10 @@ class _Option:
         return self.space.make_whole(stages, self.size, self.schedule)
 
     def learn(self, layout: StageLayout, result: RankedPlan) -> None:
-        """Correct the closed form of this option by a simulated result."""
+        """Correct the estimate of this option by the simulated ``result`` of a layout.
+
+        If the plan does not fit, also lower the option's memory limit and forget its best layout.
+        """
         self.ratio = result.step_time_s / layout.seconds
         if not result.fits and result.excess_bytes > 0:
             rank = result.fullest_rank
@@ -187,12 +196,18 @@ class _Option:
 
 
 def differentiable(problem: Problem, state: SearchState) -> Steps:
-    """Propose the plans that gradients find, best options first, until time is over or `NUM_DRAWS` are made."""
+    """Propose the plans that gradient descent finds, best options first.
+
+    Stops at the deadline; without one, after `NUM_DRAWS` draws.
+    """
     return search_by_draws(problem, state, gradients=True)
 
 
 def search_by_draws(problem: Problem, state: SearchState, *, gradients: bool) -> Steps:
-    """Run the method; without ``gradients`` the same starts are only rounded and repaired (the control)."""
+    """Run the differentiable method.
+
+    Without ``gradients``, the same random starts are only rounded and repaired: the control of the benchmark.
+    """
     options: list[_Option] = []
     for option in _options(problem):
         if options and state.seconds_left() <= 0:

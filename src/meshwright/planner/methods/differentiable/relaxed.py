@@ -1,8 +1,8 @@
-"""Stages, replicas and devices as shares (`Smooth`): a smooth step time with a memory penalty; its gradient; descent.
+"""A smooth step time with a memory penalty (`Smooth`), over relaxed stages and devices; its gradient; descent.
 
-Boundary s is a distribution p_s over the layers' edges, rank d belongs to stage s with share X_ds (softmax of the
-logits over stages). Tables are bilinear in the boundaries around a stage, extended with the opposite sign to ends
-before starts, so that crossing boundaries gain nothing:
+Boundary s is a distribution p_s over the edges between layers. Rank d belongs to stage s with probability X_ds (a
+softmax of logits over stages). Tables are bilinear in the two boundaries of a stage. If its end comes before its start,
+the entry has the opposite sign, so that crossing boundaries gain nothing:
 
     T_ks = p_s' seconds[k] p_s+1                        seconds of stage s on kind k; likewise g_s and m_s, in bytes
     r_s  = Σ_d X_ds,   n_s = M / r_s
@@ -14,7 +14,8 @@ before starts, so that crossing boundaries gain nothing:
     cost = f Σ_s (t_s + x_s) + τ' log Σ_s exp(b_s / τ')
            + λ Σ_ds X_ds max(m_s / memory_d - 1, 0) + λ Σ_s max(1 - r_s, 0)²
 
-The closed form of `stage_repair`, which decides in the end, has maxima instead of means over links, and the optimizer.
+with S stages, M microbatches, f (`num_fills`) as in `stage_arrays`, temperatures τ and τ', and the penalty λ. The final
+choice uses the closed form of `stage_repair`, which has maxima instead of means over links, and adds the optimizer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from meshwright.planner.space import Space
 
 
 def make_stages(space: Space, microbatch_size: int, schedule: str) -> StageSpace:
-    """Return the arrays of `stage_arrays` for one setting, microbatch size and schedule of a problem."""
+    """Return the arrays (`StageSpace`) for one setting, microbatch size and schedule."""
     tables, num_ranks = space.tables(microbatch_size), space.num_ranks
     shape = len(tables.graph.layers), len(tables.graph.layers) + 1
     places = find_places(
@@ -137,9 +138,9 @@ _FIRST, _SECOND, _TINY = 0.9, 0.999, 1e-8
 
 # Adam on one array. Source: Kingma and Ba, "Adam" (ICLR 2015), algorithm 1, with its constants except the rate.
 def descend(gradient_at: Callable[[Floats, float], Floats], start: Floats, num_steps: int, rate: float) -> Floats:
-    """Return the point after ``num_steps`` steps of gradient descent from ``start``.
+    """Return the point after ``num_steps`` steps of Adam from ``start``, at learning rate ``rate``.
 
-    ``gradient_at(point, progress)`` returns the gradient; progress from 0 to 1 is that of annealing.
+    ``gradient_at(point, progress)`` returns the gradient; ``progress`` rises from 0 at the first step to 1 at the last.
     """
     point, mean, square = start.copy(), np.zeros_like(start), np.zeros_like(start)
     for step in range(num_steps):
@@ -152,35 +153,35 @@ def descend(gradient_at: Callable[[Floats, float], Floats], start: Floats, num_s
 
 
 def anneal(start: float, end: float, progress: float) -> float:
-    """Return the value between ``start`` and ``end`` at a progress from 0 to 1, in equal ratios."""
+    """Return the geometric interpolation from ``start`` (progress 0) to ``end`` (progress 1)."""
     return float(start * (end / start) ** progress)
 
 
 def softmax(logits: Floats) -> Floats:
-    """Return shares along the last axis."""
+    """Return the softmax along the last axis."""
     shares: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares /= shares.sum(axis=-1, keepdims=True)
     return shares
 
 
 def softmax_gradient(shares: Floats, gradient: Floats) -> Floats:
-    """Return the gradient by the logits, from that by the shares."""
+    """Return the gradient with respect to the logits, from ``gradient`` with respect to their softmax ``shares``."""
     centred: Floats = shares * (gradient - (shares * gradient).sum(axis=-1, keepdims=True))
     return centred
 
 
 class Logits(NamedTuple):
-    """Logits of boundaries (S - 1, L - 1), and of ranks over stages (D, S)."""
+    """The optimised variables: logits of boundaries over edges, (S - 1, L - 1), and of ranks over stages, (D, S)."""
 
     edges: Floats
     ranks: Floats
 
     def flat(self) -> Floats:
-        """Return both as one array."""
+        """Return both arrays, flattened into one."""
         return np.concatenate([self.edges.ravel(), self.ranks.ravel()])
 
     def like(self, flat: Floats) -> Logits:
-        """Return both from one array, in these shapes."""
+        """Return the logits in a flattened array (as `flat` makes it), with the shapes of these logits."""
         size = self.edges.size
         return Logits(flat[:size].reshape(self.edges.shape), flat[size:].reshape(self.ranks.shape))
 
@@ -208,7 +209,7 @@ class _Terms(NamedTuple):
 
 
 class Smooth:
-    """The smooth cost for one number of stages; tables are prepared once."""
+    """The smooth cost of layouts with ``num_stages`` stages, and its gradient."""
 
     def __init__(self, space: StageSpace, num_stages: int) -> None:
         self._space, self._num_stages = space, num_stages
@@ -223,10 +224,10 @@ class Smooth:
         self.stage_s, self.step_s = whole, whole * space.num_microbatches * num_stages / space.num_ranks
 
     def gradient(self, logits: Logits, heat: float, smooth: float, penalty: float) -> tuple[float, Logits]:
-        """Return the cost and its gradient.
+        """Return the cost in seconds, and its gradient with respect to the logits.
 
-        ``heat`` is the temperature of the shares, ``smooth`` that of maxima relative to the step, ``penalty`` the
-        memory penalty relative to the step.
+        ``heat`` is the temperature of the softmaxes, ``smooth`` that of the maxima, relative to the step (or stage)
+        time of a mean device. ``penalty`` is the weight of missing memory, relative to the step time.
         """
         inner, ranks = softmax(logits.edges / heat), softmax(logits.ranks / heat)
         edges = np.zeros((self._num_stages + 1, self._space.num_layers + 1))

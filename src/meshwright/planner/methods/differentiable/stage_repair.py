@@ -1,8 +1,8 @@
-"""The closed form of `stages` for one plan, and repair: one boundary moves, or two devices swap their stages.
+"""The closed form of `stage_arrays` for one layout (`layout_cost`), and repair by single changes (`repair_layout`).
 
-A layout is edges (S + 1,) of layers and the stage of each rank (D,). Repair is a descent: it takes the best single move
-of each boundary, and every swap that gains, until nothing gains. First the excess of bytes relative to memory shrinks,
-then seconds. It uses no dynamic program.
+A layout has the edges of its stages (S + 1,) and the stage of each rank (D,). Repair makes the best single move of each
+boundary and every swap of two ranks that improves the layout, until no change improves it. Less excess of memory comes
+first, then fewer seconds. Repair uses no dynamic program.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _TOLERANCE = 1e-9
 
 
 def repair_layout(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
-    """Descend from a layout in place; return its seconds and by how much it exceeds memory (0 if it fits)."""
+    """Repair a layout in place; return its seconds per step and its excess of memory, as `layout_cost` does."""
     seconds, excess = _repair(space, edges, stage_of)
     return float(seconds), float(excess)
 
 
 def round_edges(edges: Floats | Integers, num_layers: int) -> Integers:
-    """Return the nearest whole edges that ascend from 0 to L and leave no stage empty."""
+    """Return the edges rounded to whole layers, ascending from 0 to ``num_layers`` with a layer in every stage."""
     num_stages = len(edges) - 1
     stage = np.arange(num_stages + 1)
     rounded = np.rint(np.asarray(edges, np.float64)).astype(np.int64) - stage
@@ -72,7 +72,11 @@ def _gains(found: tuple[float, float], best: tuple[float, float]) -> bool:
 
 @compiled
 def layout_cost(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
-    """Return step seconds, and relative excess of memory summed over ranks; infinite if a stage is impossible."""
+    """Return the seconds per step and the excess of memory of a layout.
+
+    The excess is the memory beyond the limit as a share of the limit, summed over ranks; 0 if the layout fits. Both are
+    infinite if a stage has no rank or more ranks than microbatches.
+    """
     num_stages, num_ranks = len(edges) - 1, len(stage_of)
     count, nodes = np.zeros(num_stages, np.int64), np.zeros((num_stages, space.group_factor.shape[1] - 1), np.int64)
     for rank in range(num_ranks):

@@ -1,12 +1,16 @@
 """FlexFlow: Markov chains over the SOAP space (Jia et al. 2019).
 
-graph     → layers, SOAP dims, legal degrees          `layers`
+A strategy splits every layer along sample, operator, attribute and parameter dims, and gives each part a device. The
+modules derive, from left to right:
+
+graph     → layers, SOAP dims, possible degrees       `layers`
           → seconds and bytes of every part, arrays   `soap_spaces`, `soap_arrays`
 strategy  → task graph                                `configure`
-          → parts, placement                          `lowering`, `placing`
+          → graphs of the parts, placement            `lowering`, `placing`
           → step time                                 `full`
 search    → proposals, Metropolis' rule               `chain`, `temperature`, `soap_chains`
-          → strategy, table, document                 `soap_result`
+          → best strategy, table, document            `soap_result`
+`plan_chain` runs the same chain over plans: the search method `flexflow`.
 """
 
 from meshwright.planner.methods.flexflow.placing import place_strategy

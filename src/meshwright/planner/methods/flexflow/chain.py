@@ -1,16 +1,14 @@
 """A Markov chain over strategies (`walk`): propose, simulate, accept by Metropolis' rule. Compiled.
 
-A proposal takes a layer at random and gives it
+A proposal changes a random layer: with the given probability, the layer gets
 
-    with 1/2   a random candidate, on a run of neighbouring devices from a random one on (the device maps of FlexFlow's
-               own code)
-    with 1/4   a random candidate, on any distinct devices in any order (the paper's)
-    with 1/4   the degrees and devices of a layer that it shares an edge with, if it can be split so
+    1/2   a random candidate (degrees), on consecutive devices from a random one on (as in FlexFlow's code)
+    1/4   a random candidate, on any distinct devices in any order (as in the paper)
+    1/4   the degrees and devices of a layer with which it shares an edge, if it can be split in this way
 
-and is drawn again if the layer has this configuration already: such a proposal changes nothing and is not counted. It
-is accepted if the step does not become longer; otherwise with probability exp(-beta (new - old)). The random number
-that decides is drawn first: with ``cut``, the simulation ends as soon as it is certain that the proposal is
-rejected.
+A proposal that changes nothing is drawn again and not counted. A proposal is accepted if the step does not become
+longer; otherwise with probability exp(-beta (new - old)). The random number that decides is drawn before the
+simulation: with ``cut``, the simulation ends as soon as it is certain that the proposal is rejected.
 """
 
 from __future__ import annotations
@@ -32,16 +30,18 @@ from meshwright.planner.methods.flexflow.soap_arrays import (
     empty_strategy,
 )
 
-# Entries of `Chain.tally`: proposals that were simulated, accepted ones, those that were longer, accepted ones of them,
-# and proposals of which the simulation was cut short.
+# Entries of `Chain.tally`: numbers of proposals that were simulated, accepted, slower, slower and accepted, and whose
+# simulation was cut short.
 SIMULATED, ACCEPTED, WORSE, WORSE_ACCEPTED, CUT = range(5)
 
 
 class Chain(NamedTuple):
-    """A chain: its current strategy, the best one so far (``candidates`` (n,), ``devices`` (n, P)), and counts.
+    """The state of a Markov chain over strategies.
 
-    ``step_ps`` (2,): step times of the current strategy and of the best. ``layer`` (1,) and ``devices_of`` (2, P) are
-    scratch space: devices of a layer now, and of a proposal.
+    ``strategy`` and ``schedule`` are current; ``candidates`` (n,) and ``devices`` (n, P) are the best strategy so far.
+    ``step_ps`` (2,): step times of the current and of the best strategy, in picoseconds. ``tally`` (5,): counts of
+    proposals. Scratch space: ``layer`` (1,), the layer of a proposal; ``devices_of`` (2, P), its devices before and
+    after.
     """
 
     strategy: Strategy
@@ -56,7 +56,7 @@ class Chain(NamedTuple):
 
 @compiled
 def start(soap: Soap, chain: Chain, candidates: Integers, devices: Integers) -> None:
-    """Begin at a strategy, which becomes the best so far; counts continue."""
+    """Set the chain to a strategy, which also becomes the best one; the tally is kept."""
     configure_all(soap, chain.strategy, candidates, devices)
     chain.step_ps[:] = simulate_all(soap, chain.strategy, chain.schedule)
     chain.candidates[:] = candidates
@@ -65,7 +65,7 @@ def start(soap: Soap, chain: Chain, candidates: Integers, devices: Integers) -> 
 
 @compiled
 def reset(soap: Soap, chain: Chain) -> None:
-    """Set the chain back to its best strategy."""
+    """Set the current strategy of the chain to its best one."""
     configure_all(soap, chain.strategy, chain.candidates, chain.devices)
     chain.step_ps[0] = simulate_all(soap, chain.strategy, chain.schedule)
 
@@ -80,7 +80,11 @@ def walk(
     beta_per_ps: float,
     cut: bool,
 ) -> None:
-    """Simulate a number of proposals; with ``cut``, each only until it is certain that it is refused."""
+    """Simulate ``num_proposals`` proposals and accept each by Metropolis' rule, at inverse temperature ``beta_per_ps``.
+
+    With ``cut``, a simulation ends once it is certain that the proposal is rejected; ``tail_ps`` is from
+    `shortest_tails`.
+    """
     strategy, schedule, now, new = chain.strategy, chain.schedule, chain.devices_of[0], chain.devices_of[1]
     for _ in range(num_proposals):
         candidate = propose(soap, strategy, random, chain.layer, now, new)
@@ -111,11 +115,10 @@ def walk(
 def propose(
     soap: Soap, strategy: Strategy, random: np.random.Generator, layer: Integers, now: Integers, new: Integers
 ) -> int:
-    """Draw a layer and another configuration of it; return its candidate.
+    """Draw a layer and another configuration of it; return the candidate (row of the degrees).
 
-    Its devices are written into ``new``, the present ones into ``now``.
-
-    Returns -1 if a thousand draws give only the present configuration.
+    Writes the layer into ``layer``, its present devices into ``now`` and the proposed ones into ``new``. Returns -1 if
+    1000 draws give only the present configuration.
     """
     num_layers = len(soap.trains)
     for _ in range(1000):
@@ -179,9 +182,9 @@ def _copy(soap: Soap, strategy: Strategy, random: np.random.Generator, layer: in
 
 @compiled
 def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps: NDArray[np.float64]) -> int:
-    """Simulate a proposal for each entry of ``rises_ps``, accept none; record the increases of those that are longer.
+    """Simulate as many proposals as ``rises_ps`` has entries, without accepting any; return how many are slower.
 
-    Returns the number of longer ones.
+    The increases of the step time of the slower ones, in picoseconds, are written to the front of ``rises_ps``.
     """
     strategy, schedule, now, new, count = chain.strategy, chain.schedule, chain.devices_of[0], chain.devices_of[1], 0
     for _ in range(len(rises_ps)):
@@ -199,7 +202,7 @@ def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps
 
 
 def empty_chain(soap: Soap) -> Chain:
-    """Return a chain without a strategy, with room for one."""
+    """Return a chain with arrays of the right sizes and no strategy; `start` sets one."""
     num_layers, width = len(soap.trains), 1 << soap.shift
     return Chain(
         strategy=empty_strategy(soap),

@@ -1,16 +1,18 @@
-"""Give a layer of a strategy another configuration, and keep its task graph in step. Compiled.
+"""Change the configuration of a layer of a strategy, and update its task graph. Compiled.
 
-    forward of a part    ← all that it reads, from its own device or by transfers
-    backward of a part   ← its forward, and the gradients of all that reads it
+Each task waits for the tasks behind the arrow:
+
+    forward of a part    ← the forwards whose results it reads, on its device or by transfers
+    backward of a part   ← its forward, and the backwards of the parts that read its result
     transfer             ← the pass that sends it
-    sync of a shard      ← the backwards of all parts that have it
+    sync of a shard      ← the backwards of all parts that hold the shard (all-reduce of its gradient)
 
-Passes hold their device, transfers and syncs the links that they go over. Transfers of an edge follow from which parts
-of its two layers intersect (`soap_arrays`), the all-reduce of a weight from which parts hold the same shard of it:
-those at the same place along every SOAP dim that splits the weight. The ring of n devices, in ascending order, moves 2
-(n - 1) / n of the shard over each of its links, in 2 (n - 1) messages:
+A pass occupies its device; transfers and syncs occupy the links that they use. The transfers of an edge follow from
+which parts of its two layers intersect (`soap_arrays`). Parts hold the same shard of a weight if they have the same
+position along every SOAP dim that splits the weight. The ring all-reduce of n devices, in ascending order, moves
+2 (n - 1) / n of the shard over each of its links, in 2 (n - 1) messages:
 
-    sync = 2 (n - 1) (latency + bytes / n * seconds per byte), of its slowest hop
+    sync = 2 (n - 1) (latency + bytes / n * seconds per byte)    of the slowest link of the ring
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from meshwright.planner.methods.flexflow.soap_arrays import (
 
 @compiled
 def configure(soap: Soap, strategy: Strategy, layer: int, candidate: int, devices: Integers) -> None:
-    """Put a layer's parts, as row ``candidate`` of the degrees has them, on ``devices`` (its first entries are read).
+    """Split a layer by row ``candidate`` of the degrees, with part i on ``devices[i]``, and update the task graph.
 
-    Layers that share an edge with it have a configuration, or never had one (-1).
+    Layers that share an edge with this layer must have a configuration, or never have had one (candidate -1).
     """
     if strategy.candidate[layer] >= 0:
         _hold(soap, strategy, layer, -1)
@@ -55,7 +57,7 @@ def configure(soap: Soap, strategy: Strategy, layer: int, candidate: int, device
 
 @compiled
 def configure_all(soap: Soap, strategy: Strategy, candidates: Integers, devices: Integers) -> None:
-    """Give every layer a configuration; ``candidates`` (n,), ``devices`` (n, P)."""
+    """Configure all n layers from scratch; ``candidates`` (n,) and ``devices`` (n, P) are as in `configure`."""
     strategy.candidate[:] = -1
     strategy.memory_bytes[:] = 0
     strategy.update_ps[:] = 0
@@ -65,7 +67,7 @@ def configure_all(soap: Soap, strategy: Strategy, candidates: Integers, devices:
 
 @compiled
 def _hold(soap: Soap, strategy: Strategy, layer: int, sign: int) -> None:
-    """Add what the parts of a layer hold and what their optimizer steps take, or take it away."""
+    """Add (sign 1) or subtract (-1) the memory and the optimizer time of a layer's parts, per device."""
     candidate = strategy.candidate[layer]
     for part in range(soap.parts[candidate]):
         device = strategy.device[layer, part]
@@ -100,7 +102,7 @@ def _append(pool: Lists, section: int, number: int) -> None:
 
 @compiled
 def _connect(soap: Soap, strategy: Strategy, edge: int) -> None:
-    """Which parts of the two layers of an edge exchange something, and how long that takes."""
+    """Set the transfers of an edge: between which parts of its two layers, and how long each takes."""
     source, target, task, pool = soap.source[edge], soap.target[edge], strategy.task, strategy.pool
     one, other = strategy.candidate[source], strategy.candidate[target]
     num_made, num_read, rank = soap.parts[one], soap.parts[other], soap.length.shape[1]
@@ -169,7 +171,7 @@ def _send(task: Integers, pool: Lists, number: int, first: int, last: int, links
 
 @compiled
 def _share_out(soap: Soap, strategy: Strategy, weight: int) -> None:
-    """Which parts hold which shard of a weight, and how long the all-reduce of each takes."""
+    """Set the syncs of a weight: which parts hold which shard, and how long the all-reduce of each shard takes."""
     layer, task, pool = soap.weight_layer[weight], strategy.task, strategy.pool
     candidate, splits = strategy.candidate[layer], soap.splits_weight[weight]
     num_shards, first_backward = 1, (len(soap.trains) + layer) << soap.shift

@@ -1,11 +1,12 @@
-"""Full simulation of a strategy: all of its tasks, in the order in which they are ready. Compiled.
+"""Simulate a strategy: all of its tasks, in the order in which they become ready. Compiled.
 
-    ready(t) = max end(all that t waits for)
-    start(t) = max(ready(t), end of the task before t on everything that it holds)       end(t) = start(t) + time(t)
+    ready(t) = max end(tasks that t waits for)
+    start(t) = max(ready(t), end of the previous task on each device or link that t occupies)
+    end(t)   = start(t) + time(t)
 
-Tasks hold what they hold in the order of (ready, number), each from start to end, as FlexFlow has it: first come, first
-served, on devices and on links alike. So one heap settles all: what it yields is ready no earlier than what it yielded
-before, for tasks take time. Behind the last come, with a barrier, the all-reduces, and then
+Devices and links serve tasks first come, first served, by (ready, number), as in FlexFlow. Since tasks take time, tasks
+leave one heap in the order in which they become ready. With a barrier, all-reduces begin after the last other task.
+Then
 
     step = last end + longest optimizer step of a device + penalty * bytes beyond the devices' memory
 """
@@ -38,15 +39,15 @@ BEYOND = -1
 
 @compiled
 def simulate_all(soap: Soap, strategy: Strategy, schedule: Schedule) -> int:
-    """Simulate a strategy from nothing; return the step time in ps. What the schedule held is gone."""
+    """Simulate a strategy and return its step time in picoseconds; ``schedule`` is overwritten."""
     return simulate_within(soap, strategy, schedule, NO_LIMIT, schedule.no_tail_ps)
 
 
 @compiled
 def simulate_within(soap: Soap, strategy: Strategy, schedule: Schedule, limit_ps: int, tail_ps: Integers) -> int:
-    """Simulate a strategy as `simulate_all`; return `BEYOND` if the step time exceeds ``limit_ps``.
+    """Simulate a strategy and return its step time in picoseconds, or `BEYOND` if that exceeds ``limit_ps``.
 
-    ``tail_ps``: from `shortest_tails`.
+    ``tail_ps``, from `shortest_tails`, lets the simulation end early.
     """
     last = _run_all(soap, strategy, schedule, limit_ps - fixed_end(soap, strategy), tail_ps)
     if last == BEYOND:
@@ -122,7 +123,10 @@ def _begin(soap: Soap, strategy: Strategy, schedule: Schedule) -> int:
 
 @compiled
 def finish(soap: Soap, strategy: Strategy, schedule: Schedule, last_ps: int) -> int:
-    """Return the step time, when all passes, transfers and syncs that do not wait for a barrier end at ``last_ps``."""
+    """Return the step time in picoseconds, given the end ``last_ps`` of all tasks before the barrier.
+
+    With a barrier, the all-reduces run after ``last_ps``; `fixed_end` is added.
+    """
     end = last_ps
     first_sync = (2 * len(soap.trains) << soap.shift) + (2 * len(soap.source) << (2 * soap.shift))
     if soap.barrier:
@@ -137,7 +141,7 @@ def finish(soap: Soap, strategy: Strategy, schedule: Schedule, last_ps: int) -> 
 
 @compiled
 def fixed_end(soap: Soap, strategy: Strategy) -> int:
-    """Return what follows the last end: the longest optimizer step, and the penalty."""
+    """Return the picoseconds after the last task: the longest optimizer step of a device, and the memory penalty."""
     longest, beyond = 0, 0
     for device in range(len(soap.kind)):
         longest = max(longest, strategy.update_ps[device])
@@ -147,9 +151,9 @@ def fixed_end(soap: Soap, strategy: Strategy) -> int:
 
 @compiled
 def shortest_tails(soap: Soap) -> Integers:
-    """Return a lower bound of the ps that follow a pass of each layer, in any strategy, shape (2 n,).
+    """Return, for each pass, a lower bound of the picoseconds from its end to the end of the last pass.
 
-    Forwards come first, then backwards.
+    Shape (2 n,): the forwards of the n layers, then their backwards. The bound holds for every strategy.
     """
     num_layers = len(soap.trains)
     least, tails = np.zeros((2, num_layers), np.int64), np.zeros(2 * num_layers, np.int64)

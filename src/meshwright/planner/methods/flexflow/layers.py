@@ -1,18 +1,18 @@
-"""Which ops of a graph are one layer, and along which SOAP dims can it be split?
+"""Group the ops of a graph into FlexFlow's layers, and find the SOAP dims along which each layer can be split.
 
-A layer is an op that computes (a product, convolution, pool, loss, ...) with the ops behind it that only follow: no
-FLOPs of their own, and all dims along which the layer can be split go on through them. Ops that can only be placed
-together (`find_tasks`) stay together. What can be split of each op is what the sharding table knows of it, and:
+A layer is a computing op (product, convolution, pool, loss, ...) and the ops after it that have no FLOPs and keep all
+dims along which the layer can be split. Ops that can only be placed together (`find_tasks`) are in one layer. An op can
+be split along the dims that the sharding table (`placements.toml`) gives, and in addition:
 
-- places of convolutions and pools, whose parts read the edges of their neighbours' (`windows`);
-- all of batch norm, whose statistics are then those of a part, as in data parallelism.
+- convolutions and pools along their spatial dims; parts then also read the borders of their neighbours (`windows`);
+- batch norm along all dims; statistics are then those of one part, as in data parallelism.
 
-A label of an op is a **sample** dim where it grows with the batch, a **parameter** dim where a parameter of the op has
-it, too, and an **attribute** dim otherwise (Jia et al. 2019, table 1). A dim counts for a layer only if all tensors
-that it hands on are split along it, each dim of a tensor by one SOAP dim.
+A dim of an op is a **sample** dim if it grows with the batch, a **parameter** dim if a parameter of the op also has it,
+and an **attribute** dim otherwise (Jia et al. 2019, table 1). A layer can be split along a dim only if that splits all
+tensors that other layers read. Each dim of a tensor belongs to at most one SOAP dim.
 
-With ``can_run``, those dims are left out along which parts cannot be run as ops of their own (`lowering`): windows that
-slide, random numbers, queries under a causal mask, and sums that are neither a mean nor the loss of classes.
+``can_run`` leaves out dims along which parts cannot run as separate ops (`lowering`): those of sliding windows, of
+random ops, of queries under a causal mask, and sums that are neither a mean nor a classification loss.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _PLACE: Place = (-1, 1)
 
 @dataclass(slots=True, kw_only=True)
 class SoapDim:
-    """One dim along which a layer can be split into ``degree`` parts, for every divisor of ``size``.
+    """One dim along which a layer can be split, into any number of parts that divides ``size``.
 
-    ``places``: the dim of each tensor that it splits, and the parts before it there; ``windows`` of tensors of which
-    a part reads more than its share; ``ops`` that it splits.
+    ``places`` maps each tensor that is split to (its dim, number of equal blocks in that dim that are each split).
+    ``windows`` maps each input of which a part also reads a border to (stride, padding before, width). ``ops`` are the
+    ops that are split.
     """
 
     kind: Kind
@@ -116,12 +117,12 @@ class _Reader:
         self.placed = {op for op, item in enumerate(graph.ops) if not item.replicable}
 
     def makers_of(self, ops: tuple[int, ...]) -> set[int]:
-        """Placed ops outside of these whose results they read."""
+        """Return the placed ops that make the inputs of ``ops``, without ``ops`` themselves."""
         inputs = {tensor for op in ops for tensor in self.graph.ops[op].inputs}
         return {made for t in inputs if (made := self.facts.producer.get(t)) in self.placed and made not in ops}
 
     def begin(self, ops: tuple[int, ...]) -> SoapLayer:
-        """A layer of the ops of a task, split as the one with the most FLOPs can be."""
+        """Return a new layer with the ops of a task; its dims are those of the op with the most FLOPs."""
         main = max(ops, key=lambda op: (self.graph.ops[op].flops.at(self.batch_size), -op))
         dims, windows = self.dims_of(main)
         layer = SoapLayer(name=self.graph.ops[main].module or self.graph.ops[main].name, ops=[main], dims=[])
@@ -136,7 +137,7 @@ class _Reader:
         return layer
 
     def follows(self, layer: SoapLayer, ops: tuple[int, ...]) -> bool:
-        """Make a task part of a layer if it only follows."""
+        """Add the ops of a task to a layer if they have no FLOPs and keep all dims; return whether they were added."""
         items = [self.graph.ops[op] for op in ops]
         if any(item.flops.at(self.batch_size) or operator_name(item.kind) in _POOLS for item in items):
             return False
@@ -156,7 +157,7 @@ class _Reader:
         return True
 
     def carry(self, dim: SoapDim, op: int) -> bool:
-        """Split a following op along a dim; whether what it makes is split then, and all that it reads can be."""
+        """Extend a dim of a layer to a further op; return False if the op's inputs or outputs cannot be split so."""
         item, (dims, _) = self.graph.ops[op], self.dims_of(op)
         if self.can_run and not _is_plain(item):
             return False
@@ -175,7 +176,7 @@ class _Reader:
         return True
 
     def runs(self, op: int, dim: SoapDim) -> bool:
-        """Whether parts of a layer's main op along a dim are torch's operator on shares of its tensors."""
+        """Return whether torch's operator on slices of its tensors computes the parts of a layer's main op."""
         item = self.graph.ops[op]
         if not _is_plain(item) or dim.windows:
             return False
@@ -185,7 +186,7 @@ class _Reader:
         return not is_summed or sums_of(self.graph, item) is not None
 
     def as_soap(self, op: int, dims: OpDims, label: str, windows: dict[str, Window]) -> SoapDim:
-        """A label of a layer's main op as a SOAP dim."""
+        """Return the SOAP dim for a label of a layer's main op."""
         parameters = [
             dims.inputs[k] for k, t in enumerate(self.graph.ops[op].inputs) if self.graph.tensors[t].role == "parameter"
         ]
@@ -201,7 +202,10 @@ class _Reader:
         return made
 
     def note(self, dim: SoapDim, op: int, dims: OpDims, split: OpSplit, *, slides: bool = False) -> None:
-        """Write down where a split of an op splits its tensors; degrees divide all of these, but for windows."""
+        """Record in ``dim`` which tensors of an op a split divides, and limit ``dim.size`` to divisors of their sizes.
+
+        Sizes along sliding windows set no limit.
+        """
         item = self.graph.ops[op]
         dim.ops.add(op)
         for tensor, labelled in zip((*item.inputs, *item.outputs), (*dims.inputs, *dims.outputs), strict=True):
@@ -213,7 +217,7 @@ class _Reader:
                     dim.size = math.gcd(dim.size, whole // place[1])
 
     def is_batch(self, op: int, dims: OpDims, label: str) -> bool:
-        """Whether a label is the batch: its size grows with the batch size.
+        """Return whether a label is the batch dim: its size grows with the batch size.
 
         In a graph of fixed sizes: whether it is the first dim of a tensor and has the batch size.
         """
@@ -229,9 +233,9 @@ class _Reader:
         return False
 
     def label_size(self, dims: OpDims, label: str) -> int | None:
-        """Return the number that the degrees of a label must divide; None for a label that no tensor has.
+        """Return the number that the degree of a label must divide: its size, or the batch size if it is the batch.
 
-        It is the label's size, or the batch size if the label grows with the batch.
+        Returns None if no tensor of the op has the label.
         """
         for labelled in (*dims.outputs, *dims.inputs):
             found = find_label(labelled, label)
@@ -241,7 +245,7 @@ class _Reader:
         return None
 
     def dims_of(self, op: int) -> tuple[OpDims, dict[str, Window]]:
-        """The labelled dims of an op, and the windows of those that slide."""
+        """Return the labelled dims of an op, and the windows of the labels along which a window slides."""
         item = self.graph.ops[op]
         shapes = [tuple(self.facts.shapes[t] for t in tensors) for tensors in (item.inputs, item.outputs)]
         call = OpSignature(operator_name(item.kind), dict(item.attributes), *shapes)
@@ -261,9 +265,9 @@ def _is_plain(op: Op) -> bool:
 
 
 def sums_of(graph: Graph, op: Op) -> Literal["mean", "classes"] | None:
-    """Return how an op's scalar is computed from those of its equal parts; None if it cannot be.
+    """Return how to combine the scalar results of an op's equal parts into its result; None if that is impossible.
 
-    "mean": their mean. "classes": their sum over the number of targets that are not ignored.
+    "mean": the mean of the results. "classes": their sum divided by the number of targets that are not ignored.
     """
     name, attributes = operator_name(op.kind), dict(op.attributes)
     if attributes.get("reduction", "1") != "1" or len(op.outputs) != 1 or graph.tensors[op.outputs[0]].shape:

@@ -1,9 +1,9 @@
-"""A strategy as parts that can be run: of every part of a layer the ops, and what of each tensor it reads and makes.
+"""Lower a strategy to runnable parts: the ops of each part of a layer, and the slices of tensors it reads and makes.
 
-A part of a layer that is split has a graph of its own, with the shapes of its shares. It is given shares of what other
-layers make, as far as those are in one run, and cuts the rest out itself; parameters and buffers are its own shares,
-but for parameters that several layers read, which stay whole. Ops that are replicable are computed by every part that
-needs them. A layer that is not split keeps its ops as they are.
+Each part of a split layer has a graph of its own with the shapes of its slices. It receives slices of what other layers
+make if they are contiguous along the dim, and cuts other slices out itself. Parameters and buffers are held as slices,
+except that parameters that several layers read stay whole. Every part computes the replicable ops that it needs. A
+layer that is not split keeps its ops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ HELD_ROLES = ("parameter", "buffer", "constant")
 
 
 class Cut(NamedTuple):
-    """The ``place``-th of ``degree`` equal shares of a dim, of each of ``outer`` runs in it by itself."""
+    """A slice along a dim: share number ``place`` (from 0) of ``degree`` equal shares.
+
+    With ``outer`` > 1, the dim consists of that number of equal blocks, and the slice has this share of each block.
+    """
 
     dim: int
     outer: int
@@ -33,7 +36,10 @@ class Cut(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a part reads of a tensor of the whole graph: a cut of some dims, in one run each; ``local`` is its id."""
+    """A slice of a tensor that a part reads or makes.
+
+    ``tensor`` is the id in the whole graph, ``cuts`` the slice, and ``local`` the id in the graph of the part.
+    """
 
     tensor: int
     cuts: tuple[Cut, ...]
@@ -42,10 +48,11 @@ class Read(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """A part of a layer: its ``ops`` of ``graph``, and the tensors that it reads (``reads``) and makes.
+    """Part ``number`` of layer ``layer``: its ops, and the tensors that it reads and makes.
 
-    ``makes`` are (tensor of the whole graph, local tensor, cuts); ``held`` has by local tensor the parameter, buffer or
-    constant of the whole graph, with its cuts, and ``copies`` those buffers that the part writes.
+    ``ops`` are indexes into ``graph``, the graph of the part (for an unsplit layer, the whole graph). ``held`` maps
+    local tensors to the parameter, buffer or constant of the whole graph and its cuts. ``copies`` are the local tensors
+    of buffers that the part writes.
     """
 
     layer: int
@@ -60,7 +67,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGraph:
-    """A graph in parts, layer by layer. ``sums``: how the loss is made of the losses of its parts, if it is split."""
+    """A graph split into parts; ``parts`` has one tuple per layer.
+
+    ``sums`` is how the losses of the parts are combined (`sums_of`), None if the loss is not split.
+    """
 
     graph: Graph
     batch_size: int
@@ -73,14 +83,14 @@ PART_NAME = re.compile(r"(?:^|\.)layer(\d+)_part(\d+)")
 
 
 def part_name(layer: int, part: int) -> str:
-    """Return the module name of a part, by which its ops are recognised in the graph of a model in parts."""
+    """Return the module name of a part, which identifies its ops in the captured graph of a model in parts."""
     return f"layer{layer}_part{part}"
 
 
 def split_graph(graph: Graph, batch_size: int, degrees: Sequence[Sequence[int]]) -> SplitGraph:
-    """Return the parts of a graph for one batch; ``degrees`` has a row for each layer, one for each of its dims.
+    """Return the parts of a graph for one batch; ``degrees`` has a row per layer with one degree per SOAP dim.
 
-    Raises PlanError for degrees of another graph.
+    Raises PlanError if the degrees do not match the graph's layers.
     """
     layers = find_layers(graph, batch_size, can_run=True)
     fits = len(layers) == len(degrees) and all(
@@ -89,8 +99,8 @@ def split_graph(graph: Graph, batch_size: int, degrees: Sequence[Sequence[int]])
     )
     if not fits:
         raise PlanError(
-            f"The degrees of {len(degrees)} layers were given, which do not fit the {len(layers)} layers of graph "
-            f"{graph.name!r} at {batch_size} samples. Plan again for this model."
+            f"Degrees for {len(degrees)} layers were given, which do not match the {len(layers)} layers or their dims "
+            f"of graph {graph.name!r} at {batch_size} samples. Plan again for this model and batch."
         )
     facts = _Facts(graph, layers, batch_size)
     parts, sums = [], None
@@ -144,7 +154,7 @@ class _Facts:
         return [t for t in read if t not in held and self.maker.get(t) not in ops]
 
     def whole(self, number: int) -> Part:
-        """A layer that is not split."""
+        """Return the only part of a layer that is not split."""
         ops = self.needed(number)
         reads = [Read(tensor, (), tensor) for tensor in self.given(ops)]
         makes = [Read(tensor, (), tensor) for tensor in self.made(number)]
@@ -164,7 +174,7 @@ class _Writer:
         self._part = Part(layer=number, number=0, graph=empty, ops=())
 
     def write(self, number: int) -> Part:
-        """Return the graph of the part with this number."""
+        """Return the part, with ``number`` as its number in the layer."""
         graph, part = self._facts.graph, self._part
         for index in self._facts.needed(self._number):
             op = graph.ops[index]
@@ -274,7 +284,7 @@ class _Writer:
 
 
 def blocks_of(makes: Read, batch_size: int, graph: Graph) -> tuple[range, ...]:
-    """Return the places of a part of a tensor, along each dim."""
+    """Return the range of indexes along each dim that a slice has of its tensor."""
     found = [range(extent.at(batch_size)) for extent in graph.tensors[makes.tensor].shape]
     for cut in makes.cuts:
         share = len(found[cut.dim]) // cut.degree
@@ -285,10 +295,10 @@ def blocks_of(makes: Read, batch_size: int, graph: Graph) -> tuple[range, ...]:
 def find_pieces(
     read: Read, made: Sequence[Read], batch_size: int, graph: Graph
 ) -> Iterator[tuple[int, tuple[tuple[int, int, int], ...], tuple[int, ...]]]:
-    """Yield the pieces of a tensor that a reading part takes from the parts that make it, in their order.
+    """Yield the pieces of a tensor that a part reads from the parts in ``made``, which make it, in their order.
 
-    Each piece is: the number of the making part, the range of its block that is read as (dim, start, length), for dims
-    that are not read whole, and the index of the piece along each dim.
+    Each piece is (number of the making part, (dim, start, length) within that part's slice for each dim of which only a
+    range is read, start of the piece in the whole tensor along each dim).
     """
     wanted = blocks_of(read, batch_size, graph)
     for number, item in enumerate(made):

@@ -1,4 +1,4 @@
-"""A strategy as a placement: every op of the graph in parts on the device of its part."""
+"""Convert a SOAP strategy to a placement: every op on the device of its part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def place_strategy(result: SoapResult, graph: Graph) -> Placement:
     """Return the placement of a strategy.
 
-    ``graph``: the model's graph, or if the strategy splits ops, the graph of the model in parts. Tasks of ops that can
-    only be placed together are on the device of their first op.
+    ``graph`` is the model's graph; if the strategy splits ops, the graph of the model in parts. Ops that can only be
+    placed together go to the device of the first of them.
     """
     space = result.space
     if result.is_split:

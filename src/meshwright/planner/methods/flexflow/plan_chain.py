@@ -1,19 +1,22 @@
-"""FlexFlow's Markov chain, over plans instead of SOAP strategies.
+"""FlexFlow's Markov chain over plans instead of SOAP strategies: the search method `flexflow`.
 
-A SOAP strategy may split every op in another way; a plan has stages of neighbouring layers, replicas of them, one
-sharding for all. So the chain walks over plans. Each move changes one thing of the current plan:
+A SOAP strategy may split every op differently; a plan has stages of neighbouring layers, their replicas, and one
+sharding for all. So this chain walks over plans. Each move changes one thing of the current plan, if the problem leaves
+a choice:
 
-    bounds      one boundary between stages anywhere between its neighbours
-    replicas    a rank from one stage to another
-    stages      a stage is cut in two, or two are joined
-    ranks       two ranks change places
-    microbatch  another size            schedule   another one            setting    other devices, sharding, ZeRO, ...
+    boundary          moves to any cut between its neighbours
+    replicas          a rank moves from one stage to another
+    stages            a stage is cut in two, or two neighbours are joined
+    ranks             two ranks are swapped
+    microbatch size   another size
+    schedule          another schedule
+    setting           other devices, sharding, ZeRO, ...
 
-each as far as the problem leaves a choice. The search simulates each new plan; what was seen is remembered. The energy
-is the step, and 1 ms for each MB beyond a device's memory, as in the original. The temperature is that of
-`temperature`. The chain begins with data parallelism, or with the best plan of another method; it goes back to its best
-after each round, and ends with the deadline, after `MOST_PLANS` plans, after a round without a new plan, or when half
-of the plans so far brought nothing better (the paper's rule).
+Every new plan is simulated once. The energy of a plan is its step time, plus 1 ms for each MB beyond a device's memory,
+as in FlexFlow; a plan that does not fit also counts its step time twice. `temperature` sets the temperature. The chain
+starts from data parallelism, or from the best plan of another method, and returns to its best plan after each round. It
+ends at the deadline, after `MOST_PLANS` plans, after a round without a new plan, or when the second half of the plans
+so far brought no improvement (the paper's rule).
 """
 
 from __future__ import annotations
@@ -49,9 +52,10 @@ _PENALTY_S_PER_BYTE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A state of the chain.
+    """A state of the chain: a plan before it is checked.
 
-    ``cuts``: the first layers of all stages but the first. ``ranks``: those of all stages, one stage after the other.
+    ``size``: the microbatch size. ``cuts``: the first layer of each stage except the first. ``replicas``: the number of
+    ranks of each stage. ``ranks``: the ranks of all stages, stage by stage.
     """
 
     space: Space
@@ -62,7 +66,7 @@ class Point:
     ranks: tuple[int, ...]
 
     def plan(self) -> Plan:
-        """Return the plan of this point, checked. Raises MeshwrightError if it has no valid plan."""
+        """Return the plan of this point. Raises MeshwrightError if the plan is not valid."""
         space, graph = self.space, self.space.graph_for(self.size)
         ends, firsts = (*self.cuts, len(graph.layers)), np.cumsum([0, *self.replicas])
         stages = tuple(
@@ -80,7 +84,7 @@ class Point:
 
 
 def flexflow(problem: Problem, state: SearchState) -> Steps:
-    """Walk from data parallelism, or the best plan so far, and yield every new plan on the way."""
+    """Propose the plans on a Markov chain that starts from the best plan so far, or from data parallelism."""
     spaces = list(problem.spaces())
     walker = _Walker(spaces, state.random)
     here, energy = yield from _begin(walker, state)
@@ -157,13 +161,13 @@ class _Walker:
 
     @property
     def num_seen(self) -> int:
-        """Plans that were simulated."""
+        """The number of plans that were simulated."""
         return len(self.energies)
 
     def look(self, point: Point, state: SearchState) -> Generator[Proposal, RankedPlan | None, tuple[Point, float]]:
-        """Return a point and the energy of its plan; infinite if it has no valid plan or cannot be simulated.
+        """Return the point and the energy of its plan in seconds; infinite if it has no plan that can be simulated.
 
-        A plan is simulated once.
+        Each plan is simulated only once.
         """
         plan = self.plan_of(point)
         if plan is None:
@@ -184,7 +188,7 @@ class _Walker:
         return self._plans[point]
 
     def draw(self, point: Point) -> Point | None:
-        """Another point with a plan, one move away; None if there seems to be none."""
+        """Return a random point with another valid plan, one move away; None if no such point is found."""
         here = self.plan_of(point)
         for _ in range(_MOST_IDLE):
             move = self.moves[self.random.integers(len(self.moves))]
@@ -198,9 +202,9 @@ class _Walker:
         return None
 
     def data_parallel(self) -> list[Point]:
-        """Return a starting point for each space and microbatch size, the largest size first.
+        """Return a data-parallel starting point for each space and microbatch size, the largest size first.
 
-        It has one stage on all ranks, or equal stages if a single one is not allowed.
+        Each has one stage on all ranks, or the smallest allowed number of equal stages.
         """
         found = []
         for space in self.spaces:
@@ -211,7 +215,7 @@ class _Walker:
         return [point for point in found if point is not None]
 
     def of_best(self, state: SearchState) -> Point | None:
-        """The point of the best plan of the search, if it has one stage on every rank."""
+        """Return the point of the best plan of the search; None if no point of the chain has this plan."""
         if state.best is None or state.best.plan.has_virtual_stages:
             return None
         plan = state.best.plan

@@ -1,20 +1,21 @@
-"""The SOAP problem and a strategy in it, as plain arrays that compiled loops read.
+"""The SOAP problem (`Soap`) and a strategy for it (`Strategy`), as plain arrays for compiled loops.
 
 A **layer** (FlexFlow's operator) has SOAP dims m = 0 .. M - 1, each a sample, attribute or parameter dim. A
 **candidate** of a layer is one degree per dim; the product of them is its number of parts, numbered with the last dim
 fastest. A **configuration** is a candidate and a device for every part (the operator dim). A **strategy** has one for
 every layer.
 
-An edge hands a tensor from one layer to another. Of each of its dims it is known which SOAP dim of the producer and
-which of the consumer splits it (-1: none). Part x of c of a consumer reads, of a dim of length n,
+An edge is a tensor that one layer makes and another reads. For each of its dims, the arrays give the SOAP dim of the
+producer and that of the consumer which split it (-1: none). Of a dim of length n, part x of c parts of a consumer reads
 
     [max(0, x l / c * stride - before),  min(n, ((x + 1) l / c - 1) * stride - before + window))
 
-where l is the length of the consumer's own dim: whole shares where nothing slides (stride 1, before 0, window 1,
-l = n), and the edges of the neighbours too under a convolution. Bytes of two parts are those in which what one makes
-and what the other reads intersect (Jia et al. 2019, section 5.1).
+where l is the length of the consumer's own dim. Without a sliding window (stride 1, before 0, window 1, l = n), a part
+reads its share; under a convolution, also the borders of its neighbours. The bytes between two parts are the
+intersection of what one makes and what the other reads (Jia et al. 2019, section 5.1).
 
-Tasks are numbered so that tables need no search; with P parts at most (a power of two), n layers and E edges:
+The number of a task follows from its layer, edge or weight, with P the largest number of parts (a power of two), n
+layers and E edges:
 
     passes     (d n + o) P + i                  d = 0 forward, 1 backward, of part i of layer o
     transfers  2 n P + ((d E + e) P + j) P + i  from part j of the producer of e to part i of its consumer, or back
@@ -41,21 +42,24 @@ FORWARD, BACKWARD = 0, 1
 class Soap(NamedTuple):
     """The problem: n layers, K candidates in all, M SOAP dims, E edges of R dims, W weights, D devices, L links.
 
-    ``candidates`` (n + 1,): those of layer o are rows ``candidates[o]:candidates[o + 1]`` of ``degrees`` (K, M) with
-    ``parts`` (K,) that stand at ``place`` (K, P, M) along each dim; ``pass_ps`` (K, kinds, 2) of one part,
-    ``update_ps`` (K, kinds) of its optimizer step and ``held_bytes`` (K,) of one part. ``trains`` (n,) says which
-    layers have a backward.
+    Candidates: those of layer o are rows ``candidates[o]:candidates[o + 1]`` of ``degrees`` (K, M), with ``candidates``
+    of shape (n + 1,). ``parts`` (K,): numbers of parts; ``place`` (K, P, M): the position of each part along each dim.
+    Of one part: ``pass_ps`` (K, kinds, 2), forward and backward; ``update_ps`` (K, kinds), optimizer step;
+    ``held_bytes`` (K,). ``trains`` (n,): whether a layer has a backward.
 
-    Edges: ``source``, ``target``, ``element_bytes`` and ``has_gradient`` (E,); ``made_by`` and ``read_by`` (E, R) are
-    SOAP dims of producer and consumer, ``length`` (E, R), ``window`` (E, R, 4) is l, stride, before, window.
-    ``in_edges[in_offsets[o]:in_offsets[o + 1]]`` are those that layer o reads, ``out_edges`` those that it makes.
+    Edges: ``source`` and ``target`` (E,), layers; ``element_bytes`` and ``has_gradient`` (E,); ``made_by`` and
+    ``read_by`` (E, R), SOAP dims of producer and consumer; ``length`` (E, R); ``window`` (E, R, 4): l, stride, before,
+    window. ``in_edges[in_offsets[o]:in_offsets[o + 1]]`` are the edges that layer o reads; ``out_edges`` and
+    ``out_offsets`` give those that it makes.
 
-    Weights: ``weight_offsets`` (n + 1,) of each layer's, ``weight_layer`` and ``weight_bytes`` (W,) of the gradients of
-    a whole one, ``splits_weight`` (W, M).
+    Weights: layer o has weights ``weight_offsets[o]`` to ``weight_offsets[o + 1] - 1``; ``weight_layer`` (W,);
+    ``weight_bytes`` (W,), of the gradient of the unsplit weight; ``splits_weight`` (W, M), whether a SOAP dim splits
+    it.
 
-    Devices: ``kind`` (D,), ``limit_bytes`` (D,); ``latency_ps`` and ``byte_ps`` (D, D) of a message, which holds the
-    links ``hops`` (D, D, H), -1 for none. ``shift`` is the logarithm of P. With ``barrier``, gradients are summed after
-    all passes, one sum of a link after the other; without, each as soon as its parts are made.
+    Devices: ``kind`` and ``limit_bytes`` (D,); ``latency_ps`` and ``byte_ps`` (D, D): latency and time per byte of a
+    message; ``hops`` (D, D, H): the links that it occupies, -1 for none. ``shift`` is log2 of P. With ``barrier``,
+    gradients are reduced after all passes; without, as soon as all parts have made them. ``penalty_ps_per_byte`` is the
+    penalty for memory beyond the limit.
     """
 
     candidates: Integers
@@ -94,15 +98,17 @@ class Soap(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """A strategy and its task graph; `configure` keeps all of it in step.
+    """A strategy and its task graph, which `configure` updates together.
 
-    ``candidate`` (n,), ``device`` (n, P), ``num_shards`` (W,), ``memory_bytes`` and ``update_ps`` (D,).
+    ``candidate`` (n,) and ``device`` (n, P): the configuration of each layer. ``num_shards`` (W,): shards of each
+    weight. ``memory_bytes`` and ``update_ps`` (D,): memory and optimizer time of each device.
 
-    ``task`` (T, 7) has the columns below. ``pool`` has lists: of what waits for a task from ``task[t, AFTER]`` on and
-    of what it waits for from ``task[t, BEFORE]`` on, each as sections of ``1 + P`` places, a count and that
-    number of tasks; and of what it holds from ``task[t, HELD]`` on, a count and that number of devices, or links, which
-    come behind the devices. A pass has a section for its other pass and syncs, and one per edge of its layer,
-    ``in_section`` and ``out_section`` (E,); a change of one edge leaves the others alone. ``share`` is room to work in.
+    ``task`` (T, 7) has the columns `TIME` to `HELD`. Three of them are positions in ``pool`` where a list begins: the
+    tasks that wait for task t (`AFTER`), the tasks that it waits for (`BEFORE`), and what it occupies (`HELD`). The
+    first two lists consist of sections of ``1 + P`` entries: a count, and that number of tasks. The list at `HELD` is a
+    count, and that number of devices, or of links (numbered after the devices). A pass has one section for its other
+    pass and its syncs, and one per edge of its layer, at ``in_section`` and ``out_section`` (E,); so a change of one
+    edge leaves the other sections alone. ``share`` is scratch space.
     """
 
     candidate: Integers
@@ -117,15 +123,15 @@ class Strategy(NamedTuple):
     share: Integers
 
 
-# Columns of `Strategy.task`: what it takes; when it is ready and ends; how many it waits for still; and its lists.
-# The time is 0 of a transfer within a device, and of the sync of what one device has alone.
+# Columns of `Strategy.task`: its duration, when it is ready and when it ends (picoseconds); the number of tasks that it
+# still waits for; and the positions of its lists. Transfers within a device, and syncs on one device, take 0.
 TIME, READY, END, NEED, AFTER, BEFORE, HELD = range(7)
 
 
 class Schedule(NamedTuple):
-    """In which order the tasks of a strategy run: the first ``num_run`` (1,) entries of ``order`` (T,).
+    """The order in which the tasks of a strategy ran: the first ``num_run`` (1,) entries of ``order`` (T,).
 
-    The rest is room to work in: ``free_ps`` by device and link, a heap, and (2 n,) zeros.
+    The other arrays are scratch space: ``free_ps``, when each device and link is free; a heap; 2 n zeros.
     """
 
     order: Integers
@@ -137,14 +143,14 @@ class Schedule(NamedTuple):
 
 
 def num_tasks(soap: Soap) -> int:
-    """Return the largest possible number of tasks."""
+    """Return T, the largest number of tasks that a strategy can have."""
     width = 1 << soap.shift
     num_layers, num_edges = len(soap.trains), len(soap.source)
     return width * (2 * num_layers + 2 * num_edges * width + len(soap.weight_layer))
 
 
 def empty_strategy(soap: Soap) -> Strategy:
-    """Return a strategy that has no configuration yet (candidate -1)."""
+    """Return a strategy with arrays of the right sizes in which no layer has a configuration (candidate -1)."""
     width = 1 << soap.shift
     num_layers, num_weights = len(soap.trains), len(soap.weight_layer)
     task, pool = _empty_tasks(soap)
@@ -185,7 +191,7 @@ def _empty_tasks(soap: Soap) -> tuple[Integers, Lists]:
 
 
 def empty_schedule(soap: Soap) -> Schedule:
-    """Room for the schedule of any strategy."""
+    """Return a schedule with arrays of the right sizes for any strategy."""
     count = num_tasks(soap)
     return Schedule(
         order=np.zeros(count, np.int64),

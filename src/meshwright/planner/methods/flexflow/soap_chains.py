@@ -1,10 +1,11 @@
-"""Search the SOAP space by Markov chains (`search_soap`): several starts, one temperature rule, returns to the best.
+"""Search the SOAP space by Markov chains (`search_soap`).
 
-Each chain has an equal part of the budget. Half of it goes to the starts (`STARTS`), in turn, each with a temperature
-of its own (`temperature`); the other half continues from the best of them. After every hundredth of the budget, 1 to
-1,000 proposals, a chain returns to the best strategy since its start, as FlexFlow's does. Chains run in parallel on the
-cores of the machine, each with random numbers of its own and independent of the others; so the same seed and number of
-proposals give the same result on any machine. With a time limit, the number of proposals depends on the machine.
+Each chain has an equal part of the budget. Half of that goes to the starts (`STARTS`), one after the other, each with
+its own temperature (`temperature`); the other half continues from the best strategy found. After every hundredth of its
+budget, or 1,000 proposals if that is less, a chain returns to the best strategy since its start, as FlexFlow does.
+Chains run in parallel on the cores of the machine and are independent of each other, with random numbers of their own.
+So the same seed and number of proposals give the same result on any machine. With a time limit, the number of proposals
+depends on the machine.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ StrategyArrays = tuple["Integers", "Integers"]
 
 
 def data_parallel(space: SoapSpace, random: np.random.Generator | None = None) -> StrategyArrays:  # noqa: ARG001
-    """Return the strategy that splits every layer into as many parts of the samples as possible, on all devices."""
+    """Return the strategy that splits every layer along samples only, into as many parts as possible."""
     return _by(space, lambda layer: _most(space, layer, "sample"))
 
 
 def experts(space: SoapSpace, random: np.random.Generator | None = None) -> StrategyArrays:  # noqa: ARG001
-    """Return the strategy that splits layers with more parameters than activations along those, others along samples.
+    """Return the expert-designed strategy of Krizhevsky (2014).
 
-    Source: Krizhevsky 2014.
+    Layers with more bytes of parameters than of activations are split along parameters, the others along samples.
     """
 
     def choose(layer: int) -> int:
@@ -66,7 +67,7 @@ def experts(space: SoapSpace, random: np.random.Generator | None = None) -> Stra
 
 
 def one_after_another(space: SoapSpace, random: np.random.Generator | None = None) -> StrategyArrays:  # noqa: ARG001
-    """Return whole layers on one device each, runs of about the same time on every device."""
+    """Return the strategy without splits: each device computes a run of whole layers of about the same time."""
     soap = space.soap
     alone = soap.candidates[:-1]
     spent = np.cumsum(soap.pass_ps[alone, soap.kind[0]].sum(axis=1))
@@ -76,7 +77,7 @@ def one_after_another(space: SoapSpace, random: np.random.Generator | None = Non
 
 
 def anything(space: SoapSpace, random: np.random.Generator) -> StrategyArrays:
-    """Return a random candidate of every layer, on distinct random devices."""
+    """Return a random strategy: a random candidate for every layer, on distinct random devices."""
     soap = space.soap
     candidates = random.integers(soap.candidates[:-1], soap.candidates[1:])
     devices = np.zeros((len(candidates), 1 << soap.shift), np.int64)
@@ -102,7 +103,7 @@ def _by(space: SoapSpace, choose: Callable[[int], int]) -> StrategyArrays:
 
 
 def _most(space: SoapSpace, layer: int, kind: str) -> int:
-    """The candidate of a layer with the most parts along one kind of dim alone; the whole layer if it has none such."""
+    """Return the candidate of a layer with the most parts along one kind of dim only; if none, the unsplit layer."""
     soap = space.soap
     rows = range(soap.candidates[layer], soap.candidates[layer + 1])
     dims = [at for at, dim in enumerate(space.layers[layer].dims) if dim.kind == kind]
@@ -127,20 +128,20 @@ class _Budget:
     stop_at: float
 
     def share(self, chain: Chain) -> float:
-        """How much of it is spent, 0 to 1."""
+        """Return the share of the budget that is spent, 0..1."""
         if self.num_proposals is not None:
             return float(chain.tally[SIMULATED]) / self.num_proposals
         return (time.monotonic() - self.begun) / max(self.stop_at - self.begun, 1e-9)
 
     def round_length(self, chain: Chain) -> int:
-        """Proposals until the next return to the best."""
+        """Return the number of proposals until the chain returns to its best strategy."""
         if self.num_proposals is None:
             return _MOST_IN_A_ROUND
         left = self.num_proposals - int(chain.tally[SIMULATED])
         return max(1, min(self.num_proposals // 100, _MOST_IN_A_ROUND, left))
 
     def warm_up(self, chain: Chain) -> int:
-        """Proposals to find a temperature from: a fortieth of the budget, if that is less than usual."""
+        """Return the number of proposals from which the temperature is found: 128, or 1/40 of a small budget."""
         if self.num_proposals is None:
             return _WARM_UP
         left = self.num_proposals - int(chain.tally[SIMULATED])
@@ -162,7 +163,7 @@ class _Run:
     starts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def phase(self, name: str, begin: StrategyArrays, budget: _Budget, until: float) -> None:
-        """Walk from a strategy until a share of the budget is spent."""
+        """Walk from the strategy ``begin`` until the share ``until`` (0..1) of the budget is spent."""
         soap, chain, random = self.space.soap, self.chain, self.random
         start(soap, chain, *begin)
         first_ps = int(chain.step_ps[0])
@@ -196,16 +197,17 @@ def search_soap(
     seed: int = 0,
     cut: bool = True,
 ) -> SoapResult:
-    """Return the best strategy that ``num_chains`` chains find with ``num_proposals`` in total, or within ``seconds``.
+    """Return the best strategy that ``num_chains`` chains find.
 
-    ``cut``: the simulation of a proposal ends as soon as it is certain that it is refused; the answer is the same.
-    Raises PlanError unless one of proposals and seconds is given, positive, and there is a chain.
+    The budget is either ``num_proposals`` in total or ``seconds``. ``cut``: the simulation of a proposal ends as soon
+    as it is certain that the proposal is rejected; the result is the same. Raises PlanError unless exactly one budget
+    is given, it is positive, and there is at least one chain.
     """
     wanted = [budget for budget in (num_proposals, seconds) if budget is not None]
     if len(wanted) != 1 or not wanted[0] > 0 or num_chains < 1:
         raise PlanError(
-            f"num_proposals = {num_proposals}, seconds = {seconds} and {num_chains} chains were given; expected a "
-            "positive number of one of the first two, and at least one chain."
+            f"num_proposals = {num_proposals}, seconds = {seconds} and num_chains = {num_chains} were given; expected "
+            "a positive number for exactly one of num_proposals and seconds, and at least one chain."
         )
     begun, tail_ps = time.monotonic(), shortest_tails(space.soap)
     runs = [
@@ -229,7 +231,7 @@ def search_soap(
         done = list(pool.map(search, range(num_chains)))
     best = min(done, key=lambda run: run.step_ps)
     if best.best is None:
-        raise PlanError("No strategy was simulated; give a larger budget.")
+        raise PlanError("No strategy was simulated within the budget; give more num_proposals or seconds.")
     tally = np.sum([run.chain.tally for run in done], axis=0)
     return SoapResult(
         space=space,

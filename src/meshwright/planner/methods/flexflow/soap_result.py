@@ -1,4 +1,4 @@
-"""What a search of the SOAP space found: the strategy, how it was found, as a table, as words and as a document."""
+"""The result of a search of the SOAP space (`SoapResult`), as a table, as text and as a document."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ SCHEMA = f"meshwright/{STRATEGY}/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SoapResult:
-    """A strategy (``candidates`` (n,), ``devices`` (n, P)) and its simulated seconds.
+    """The best strategy that a search found, its simulated step time, and how it was found.
 
-    ``history``: (proposals of its chain, best step so far in s). ``starts``: step of each start, and of the best that a
-    chain reached from there. ``tally``: see `chain`.
+    ``candidates`` (n,) and ``devices`` (n, P) are the strategy of n layers (`soap_arrays`). ``history``: pairs of the
+    number of proposals of the best chain and its best step so far, in seconds. ``starts``: for each start, the step
+    time of the start and the best that a chain reached from it, in seconds. ``tally``: counts of proposals, indexed by
+    `chain.SIMULATED` and so on. ``wall_s``: seconds that the search took.
     """
 
     space: SoapSpace
@@ -44,27 +46,31 @@ class SoapResult:
 
     @property
     def num_simulated(self) -> int:
-        """Number of simulated proposals of all chains. Proposals that equal the current strategy are not simulated."""
+        """Number of simulated proposals of all chains, without those that equal the current strategy."""
         return self.tally[SIMULATED]
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of simulated proposals that were accepted."""
+        """Share of the simulated proposals that were accepted, 0..1."""
         return self.tally[ACCEPTED] / max(self.num_simulated, 1)
 
     @property
     def degrees(self) -> tuple[tuple[int, ...], ...]:
-        """The degrees of the dims of each layer."""
+        """For each layer, the number of parts along each of its SOAP dims."""
         rows = self.space.soap.degrees[self.candidates].tolist()
         return tuple(tuple(row[: len(layer.dims)]) for row, layer in zip(rows, self.space.layers, strict=True))
 
     @property
     def is_split(self) -> bool:
-        """Whether some layer has several parts."""
+        """True if at least one layer is split into several parts."""
         return bool((self.space.soap.parts[self.candidates] > 1).any())
 
     def configurations(self) -> list[dict[str, Any]]:
-        """Return for each layer its name, degrees by dim and devices of its parts."""
+        """Return one dict per layer.
+
+        Keys: ``layer`` (name), ``degrees`` (pairs of the kind of a SOAP dim and a degree above 1), ``devices`` (one per
+        part).
+        """
         soap = self.space.soap
         rows = []
         for at, layer in enumerate(self.space.layers):
@@ -75,7 +81,7 @@ class SoapResult:
         return rows
 
     def explain(self) -> str:
-        """Return sentences on the step, on the busiest device and links, and on the search."""
+        """Return printable sentences on the step, the work of devices and links, memory, and the search."""
         strategy, schedule = empty_strategy(self.space.soap), empty_schedule(self.space.soap)
         configure_all(self.space.soap, strategy, self.candidates, self.devices)
         simulate_all(self.space.soap, strategy, schedule)
@@ -89,27 +95,27 @@ class SoapResult:
         np.add.at(busy, strategy.pool[strategy.task[order[passes], HELD] + 1], times[passes])
         moved = int((~passes & ~syncs).sum())
         longer = max(self.tally[WORSE], 1)
-        sums = "after the barrier" if soap.barrier else f"{int(syncs.sum())} sums of gradients, "
-        sums += "" if soap.barrier else f"{format_seconds(float(times[syncs].sum()))} of links"
+        sums = "gradients after the barrier" if soap.barrier else f"{int(syncs.sum())} gradient all-reduces, "
+        sums += "" if soap.barrier else f"{format_seconds(float(times[syncs].sum()))} on links"
         return "\n".join(
             [
                 f"Step {format_seconds(self.step_s)}: {len(self.space.layers)} layers on {len(soap.kind)} devices.",
-                f"Devices compute {format_seconds(float(busy.min()))} to {format_seconds(float(busy.max()))} of it.",
-                f"{moved} transfers, {format_seconds(float(times[~passes & ~syncs].sum()))} of links; {sums}.",
-                f"Fullest device {format_bytes(int(strategy.memory_bytes.max()))}.",
+                f"A device computes {format_seconds(float(busy.min()))} to {format_seconds(float(busy.max()))} of it.",
+                f"{moved} transfers, {format_seconds(float(times[~passes & ~syncs].sum()))} on links; {sums}.",
+                f"The fullest device holds {format_bytes(int(strategy.memory_bytes.max()))}.",
                 f"{self.num_simulated:,} proposals simulated in {format_seconds(self.wall_s)}, "
-                f"{self.tally[CUT]:,} until it was certain that they are refused; "
-                f"{self.acceptance_rate:.1%} accepted, {self.tally[WORSE_ACCEPTED] / longer:.1%} of those that were "
-                f"longer. Seed {self.seed}.",
+                f"{self.tally[CUT]:,} of them only until their rejection was certain; "
+                f"{self.acceptance_rate:.1%} were accepted, {self.tally[WORSE_ACCEPTED] / longer:.1%} of the slower "
+                f"ones. Seed {self.seed}.",
                 *(
-                    f"From {name}: {format_seconds(first)} to {format_seconds(last)}."
+                    f"Start {name}: {format_seconds(first)} per step, improved to {format_seconds(last)}."
                     for name, (first, last) in self.starts.items()
                 ),
             ]
         )
 
     def document(self) -> dict[str, Any]:
-        """Return the strategy as plain data; `read_strategy` reads it."""
+        """Return the strategy as a dict for a JSON file, which `read_strategy` reads."""
         return {
             "schema": SCHEMA,
             "graph_hash": self.space.graph.content_hash,
@@ -129,17 +135,17 @@ class SoapResult:
 
 
 def read_strategy(space: SoapSpace, document: Mapping[str, Any]) -> StrategyArrays:
-    """Return the candidates and devices of a strategy's document.
+    """Return the candidates (n,) and devices (n, P) of a document that `SoapResult.document` made.
 
-    Raises DocumentError if it is not a strategy of this space.
+    Raises DocumentError if the document is of another graph or does not match the space.
     """
     layers = document.get("layers", [])
     fits = document.get("schema") == SCHEMA and document.get("graph_hash") == space.graph.content_hash
     if not fits or len(layers) != len(space.layers):
         raise DocumentError(
-            f"A document of schema {document.get('schema')!r} with {len(layers)} layers of graph "
-            f"{document.get('graph_hash')!r} was given; expected {SCHEMA!r} with {len(space.layers)} layers of "
-            f"{space.graph.content_hash!r}. Search again for this graph."
+            f"A document with schema {document.get('schema')!r} and {len(layers)} layers of graph "
+            f"{document.get('graph_hash')!r} was given; expected schema {SCHEMA!r} and {len(space.layers)} layers of "
+            f"graph {space.graph.content_hash!r}. Search again for this graph."
         )
     soap = space.soap
     candidates = np.zeros(len(layers), np.int64)
@@ -153,7 +159,7 @@ def read_strategy(space: SoapSpace, document: Mapping[str, Any]) -> StrategyArra
         if len(given) != parts or not ((given >= 0) & (given < len(soap.kind))).all():
             raise DocumentError(
                 f"Layer {item['name']!r} has degrees {item['degrees']} on devices {item['devices']}; expected degrees "
-                f"that divide its dims and one of the devices 0 to {len(soap.kind) - 1}. Search again."
+                f"that divide its dims, and for each part one of the devices 0 to {len(soap.kind) - 1}. Search again."
             )
         candidates[at] = soap.candidates[at] + found[0]
         devices[at, :parts] = given

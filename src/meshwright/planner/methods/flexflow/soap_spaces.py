@@ -1,6 +1,7 @@
-"""The SOAP space of a graph on a cluster (`soap_space`): layers, their possible splits and times, and the machine.
+"""The SOAP space of a graph on a cluster (`soap_space`): layers, their possible splits and times, devices and links.
 
-`assemble` makes the arrays that are searched, `make_tables` the times of parts, `make_machine` devices and links.
+`make_tables` computes the times of parts, `make_machine` describes devices and links, and `assemble` makes the arrays
+that the chains read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
 
 
 class LayerTable(NamedTuple):
-    """The k candidates of a layer: ``degrees`` (k, M), ``pass_ps`` (k, kinds, 2), ``update_ps`` (k, kinds), bytes."""
+    """The k candidates of a layer with the costs of one part; M is the number of SOAP dims.
+
+    ``degrees`` (k, M). In picoseconds: ``pass_ps`` (k, kinds, 2), forward and backward; ``update_ps`` (k, kinds), the
+    optimizer step. ``held_bytes`` (k,). ``trains``: the layer has a backward.
+    """
 
     degrees: Integers
     pass_ps: Integers
@@ -50,7 +55,10 @@ class LayerTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """A tensor from one layer to another; one entry per dim of it, as `soap_arrays` describes them."""
+    """A tensor that layer ``source`` makes and layer ``target`` reads; tuples have one entry per dim of the tensor.
+
+    The fields are described in `soap_arrays.Soap`.
+    """
 
     source: int
     target: int
@@ -64,7 +72,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """Gradients of a layer that are summed together: bytes of all, and which SOAP dims split them."""
+    """Parameters of a layer whose gradients are all-reduced together.
+
+    ``num_bytes`` are those of the unsplit gradients; ``splits`` tells for each SOAP dim whether it splits the
+    parameters.
+    """
 
     layer: int
     num_bytes: int
@@ -72,7 +84,7 @@ class Weight:
 
 
 class SoapMachine(NamedTuple):
-    """Devices and the links between them; see `soap_arrays.Soap`."""
+    """The devices and the links between them, as arrays; `soap_arrays.Soap` describes the fields."""
 
     kind: Integers
     limit_bytes: Integers
@@ -91,9 +103,10 @@ def assemble(
     barrier: bool = False,
     penalty_ps_per_byte: int = 0,
 ) -> Soap:
-    """Return the arrays of a SOAP problem, from its layers, edges and weights.
+    """Return the arrays of a SOAP problem.
 
-    Edges go from earlier to later layers; weights are in the order of their layers.
+    Edges must go from earlier to later layers, and weights must be in the order of their layers. ``barrier``: reduce
+    gradients only after all passes. ``penalty_ps_per_byte``: added to the step for memory beyond the limit.
     """
     num_layers, rank = len(layers), max([len(edge.length) for edge in edges], default=1)
     num_dims = layers[0].degrees.shape[1]
@@ -168,7 +181,7 @@ def _by_layer(ends: Integers, num_layers: int) -> tuple[Integers, Integers]:
 def make_tables(
     graph: Graph, layers: Sequence[SoapLayer], workload: Workload, cost: CostModel, most_parts: int
 ) -> list[LayerTable]:
-    """Return the candidates of all layers with up to ``most_parts`` parts, and their times on each kind of device."""
+    """Return one table per layer: its candidates with up to ``most_parts`` parts, and their costs per device kind."""
     num_dims = max([len(layer.dims) for layer in layers], default=1) or 1
     writer = _Writer(graph, workload.global_batch)
     known: dict[Hashable, tuple[Integers, list[int]]] = {}
@@ -201,7 +214,10 @@ def make_tables(
 
 
 def candidate_degrees(sizes: Sequence[int], most_parts: int, num_dims: int) -> Integers:
-    """Return all degrees that divide these sizes, product at most ``most_parts``, shape (candidates, num_dims)."""
+    """Return all combinations of degrees for dims of these sizes, shape (candidates, num_dims).
+
+    Each degree divides its size, and the product is at most ``most_parts``. Missing dims have degree 1.
+    """
     legal = [[degree for degree in range(1, most_parts + 1) if size % degree == 0] for size in sizes]
     rows = [row for row in product(*legal) if np.prod(row) <= most_parts]
     return np.array([row + (1,) * (num_dims - len(row)) for row in rows], np.int64).reshape(-1, num_dims)
@@ -249,7 +265,7 @@ class _Writer:
         self.parameters: list[tuple[int, ...]] = []
 
     def signature(self, layer: SoapLayer) -> Hashable:
-        """Equal for layers whose parts take the same."""
+        """Return a key that is equal for layers whose parts cost the same."""
         seen: dict[int, int] = {}
 
         def named(tensors: Sequence[int]) -> Hashable:
@@ -270,7 +286,7 @@ class _Writer:
         return ops, dims
 
     def write(self, layer: SoapLayer, degrees: Integers) -> int:
-        """Add the ops of a part; return its number."""
+        """Add the ops of one part of a layer under ``degrees``; return the number of the part in the graph."""
         local: dict[int, int] = {}
         start = len(self.ops)
         for index in layer.ops:
@@ -323,7 +339,7 @@ class _Writer:
         return number
 
     def graph_of_parts(self) -> Graph:
-        """All parts that were written."""
+        """Return the graph of all parts that were written, one layer per part."""
         return Graph(
             name=f"parts of {self.graph.name}",
             tensors=tuple(self.tensors),
@@ -344,7 +360,7 @@ _SHORT, _LONG = 1024, 64 * 2**20
 # kinds of nodes cost the same. Links are those of the simulator's routes: one per direction between two devices of a
 # node, the NICs of both nodes, uplinks of racks.
 def make_machine(cluster: Cluster, cost: CostModel, num_devices: int) -> SoapMachine:
-    """Return the first devices of a cluster and the links between them."""
+    """Return the first ``num_devices`` devices of a cluster and the links between them."""
     columns = cluster.columns()
     latency = np.zeros((num_devices, num_devices), np.int64)
     per_byte = np.zeros((num_devices, num_devices))
@@ -385,7 +401,10 @@ _MOST_PAIRS = 2**25
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SoapSpace:
-    """Layers of a graph with their arrays; ``seconds`` of a strategy are those of one step over the global batch."""
+    """All SOAP strategies of a graph on a cluster: the layers, and the arrays that chains search (``soap``).
+
+    A step covers the workload's global batch.
+    """
 
     graph: Graph
     cluster: Cluster
@@ -406,18 +425,19 @@ def soap_space(
     num_devices: int | None = None,
     can_run: bool = False,
 ) -> SoapSpace:
-    """Return the space of a graph's strategies; layers have up to ``most_parts`` parts, by default as many as devices.
+    """Return the space of all strategies of a graph on a cluster.
 
-    ``num_devices``: only the first ones of the cluster. ``can_run``: only strategies that can be lowered to parts that
-    run (`layers`). ``overlap``: whether gradients are summed during the backward, or after all of it. Raises PlanError
-    for a graph without ops, one that holds its own backward, a batch that it does not describe, or tables beyond 2^25
-    pairs.
+    ``num_devices``: use only the first devices of the cluster. ``most_parts``: the largest number of parts of a layer,
+    by default the number of devices. ``can_run``: only strategies whose parts can be run (`layers`). ``overlap``:
+    reduce gradients during the backward; otherwise after it. Raises PlanError for a graph without ops or with its own
+    backward ops, and for tables of more than 2^25 pairs of parts; GraphError for a batch size that the graph does not
+    support.
     """
     graph.check_batch_size(workload.global_batch)
     if any(op.phase == "backward" for op in graph.ops):
-        raise PlanError(f"Graph {graph.name!r} holds its own backward; give the graph of the model alone.")
+        raise PlanError(f"Graph {graph.name!r} contains its own backward ops; give the graph of the forward alone.")
     if not any(not op.replicable for op in graph.ops):
-        raise PlanError(f"Graph {graph.name!r} has no ops that need a device; give one of a model.")
+        raise PlanError(f"Graph {graph.name!r} has no ops that need a device; give the graph of a model.")
     num_devices = min(cluster.num_ranks, num_devices or cluster.num_ranks)
     parts = min(num_devices, most_parts or num_devices)
     layers = find_layers(graph, workload.global_batch, can_run=can_run)
@@ -426,8 +446,8 @@ def soap_space(
     pairs = len(edges) * int(max(table.degrees.prod(axis=1).max() for table in tables)) ** 2
     if pairs > _MOST_PAIRS:
         raise PlanError(
-            f"{len(edges)} tensors between layers in up to {parts} parts each have {pairs} transfers; expected at most "
-            f"{_MOST_PAIRS}. Give most_parts."
+            f"{len(edges)} tensors between layers of up to {parts} parts have {pairs} possible transfers; expected at "
+            f"most {_MOST_PAIRS}. Give a smaller most_parts."
         )
     num_dims = tables[0].degrees.shape[1]
     weights = [

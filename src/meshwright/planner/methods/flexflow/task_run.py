@@ -1,4 +1,4 @@
-"""Run one task: it starts when it is ready and all that it holds is free, and holds that until it ends. Compiled."""
+"""Run one task of a SOAP simulation (`run_task`). Compiled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from meshwright.planner.methods.flexflow.soap_arrays import HELD, TIME, Integers
 
 @compiled
 def run_task(task: Integers, pool: Lists, free_ps: Integers, number: int, ready_ps: int) -> int:
-    """Run a task when it is ready and its devices or links are free; return its end (ps).
+    """Run task ``number`` once it is ready and its devices or links are free; return its end in picoseconds.
 
-    ``free_ps`` of these is set to that end.
+    ``free_ps`` of its devices and links is set to that end.
     """
     first = task[number, HELD] + 1
     count = pool[first - 1]

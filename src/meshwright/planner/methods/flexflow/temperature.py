@@ -1,9 +1,9 @@
-"""The temperature of a Markov chain (`calibrate`, `adjust`), from the wanted share of longer steps that are accepted.
+"""The inverse temperature beta of a Markov chain: set (`calibrate`) so that a wanted share of slower proposals passes.
 
-FlexFlow fixes beta at 0.05 to 5 per ms, however long a step takes. That freezes a chain on a model whose step takes a
-second, and makes it nearly random on one whose step takes a millisecond. Here proposals are drawn at the start, and all
-are rejected: their increases of the step time are d_1 .. d_k. Beta is the value at which the wanted share of them would
-be accepted,
+FlexFlow fixes beta at 0.05 to 5 per ms, however long a step takes. This freezes a chain on a model whose step takes a
+second, and makes it nearly random on one whose step takes a millisecond. Here, proposals are drawn at the start and all
+rejected; d_1 .. d_k are the increases of the step time by the slower ones. Beta is the value at which the wanted share
+of these would be accepted,
 
     (1 / k) Σ exp(-beta d_i) = share
 
@@ -24,7 +24,10 @@ _STEP = 1.5
 
 
 def calibrate(rises: NDArray[np.float64], share: float = SHARE) -> float:
-    """Return beta per unit of ``rises`` (increases of the step, shape (k,), positive); 0 without any."""
+    """Return beta, per unit of ``rises``: the increases of the step time by slower proposals, shape (k,), positive.
+
+    Returns 0 if there are no increases.
+    """
     if not len(rises):
         return 0.0
     low, high = 0.0, 1.0 / float(rises.min())
@@ -37,7 +40,7 @@ def calibrate(rises: NDArray[np.float64], share: float = SHARE) -> float:
 
 
 def adjust(beta: float, num_accepted: int, num_longer: int, share: float = SHARE) -> float:
-    """Return beta after a round in which this share of the longer ones was accepted."""
+    """Return beta for the next round, after one that accepted ``num_accepted`` of ``num_longer`` slower proposals."""
     if num_accepted > 2.0 * share * num_longer:
         return beta * _STEP
     return beta / _STEP if num_accepted < 0.5 * share * num_longer else beta

@@ -1,18 +1,17 @@
 """Lower bounds of the step time and memory of every uniform configuration, compiled.
 
-A uniform configuration has S positions in line of R replicas each and v stages on each position, cut as evenly as
-possible. With w the seconds of a microbatch in the stages of a position, forward and backward, n = ceil(M / R)
-microbatches, P(p) the seconds of a microbatch in the first stages of the positions before p, o the optimizer's seconds
-and e those of the gradient reduction, part of which the last microbatch's backward hides, a step takes at least
+A uniform configuration has S pipeline positions of R replicas each, and v stages (chunks) on each position, cut as
+evenly as possible. In seconds, of position p: w is a microbatch's forward and backward in its stages, including the
+copies around gathers and scatters; z the gathers and scatters of ZeRO 2 and 3 per microbatch; P(p) a microbatch in the
+first stages of the positions before p; o the optimizer step; e the gradient reduction that does not overlap with the
+last backward. With n = ceil(M / R) microbatches, a step takes at least the maximum over p of
 
-    max over positions p of    n · max(w, z) + e + o     its own work; z: gathers and scatters of ZeRO 2 and 3 per
-                                                         microbatch, during the work or, on CPUs, added to it;
-                                                         w includes the copies around them
-                               P(p) + n · w              for synchronous schedules with whole backwards
+    n · max(w, z) + e + o        the position's own work (on CPUs, n · (w + z) + e + o)
+    P(p) + n · w                 for synchronous schedules with whole backwards
 
-and a rank of position p holds at least its parameters, gradients and states as sharded by ZeRO, the gathered parameters
-of the largest layer, and what the microbatches in flight keep: all (GPipe), min(n, S - p) (1F1B), or the chunks that an
-interleaved schedule has in flight. If backwards are split, some of these hold what the second part reads.
+A rank of position p holds at least its parameters, gradients and states as sharded by ZeRO, the gathered parameters of
+the largest layer, and the activations of the microbatches in flight: all (GPipe), min(n, S - p) (1F1B), or the chunks
+that an interleaved schedule has in flight. With split backwards, some microbatches hold what the second part reads.
 """
 
 from __future__ import annotations
@@ -47,7 +46,11 @@ FLIGHTS = {
 
 
 class ConfigurationRows(NamedTuple):
-    """Configurations as columns, shape (rows,): positions, index of the schedule, stage of ZeRO; bounds."""
+    """Configurations and their lower bounds as columns, shape (rows,).
+
+    ``positions``: length of the pipeline. ``schedule``: index among the given schedules. ``zero``: ZeRO stage.
+    ``seconds`` and ``bytes``: lower bounds of the step time and of the memory of the fullest rank.
+    """
 
     positions: Integers
     schedule: Integers
@@ -57,9 +60,11 @@ class ConfigurationRows(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Cumulative sums over layers: entry l is the sum before layer l; seconds (kinds, L + 1), bytes (L + 1,).
+    """Cumulative sums over L layers: entry l is the sum of the layers before l.
 
-    ``kept`` is for one microbatch; ``waiting`` is what it and its gradients keep until a backward's second part.
+    In seconds, shape (device kinds, L + 1): ``forward``, ``backward``, ``accumulate`` (gradients), ``optimizer``. In
+    bytes, shape (L + 1,): ``parameters``, ``states`` (of the optimizer), ``gradients``, ``kept`` (activations of one
+    microbatch), ``waiting`` (of one microbatch, until the second part of a split backward).
     """
 
     forward: Floats
@@ -74,12 +79,12 @@ class Layers(NamedTuple):
 
 
 class Exchanges(NamedTuple):
-    """Costs of communication among replicas by the number of positions, shape (counts,).
+    """Costs of communication among replicas; arrays have one entry per tried length of the pipeline, shape (counts,).
 
-    ``latency_s`` and ``bucket_s`` are seconds to reduce a byte and a bucket. ``gather_s`` and ``scatter_s`` are seconds
-    per byte of large gathers and scatters, ``copy_s`` seconds per byte of the copies around them. ``tied_parameters``
-    and ``tied_gradients`` are bytes of parameters that several layers read. ``overlap``: reductions start with the
-    first bucket; ``wait``: ranks wait for gathers and scatters.
+    ``latency_s`` and ``bucket_s``: seconds to all-reduce one byte and one bucket. ``gather_s`` and ``scatter_s``:
+    seconds per byte of large all-gathers and reduce-scatters; ``copy_s``: seconds per byte of the copies around them.
+    ``tied_parameters`` and ``tied_gradients``: bytes of parameters that several layers read, and of their gradients.
+    ``overlap``: a reduction starts as soon as its bucket is full. ``wait``: ranks wait for gathers and scatters.
     """
 
     latency_s: Floats
@@ -113,7 +118,12 @@ class _Positions(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One configuration; ``sharing`` replicas shard states, ``place`` is its index in the tables of `Exchanges`."""
+    """One configuration.
+
+    ``positions``: length of the pipeline. ``replicas``: per position; ``sharing`` of them shard states among each
+    other. ``chunks``: stages on each position. ``flight``: code of the schedule (`FLIGHTS`). ``rounds``: microbatches
+    of a replica. ``flushes``: the schedule is synchronous. ``place``: index in the arrays of `Exchanges`.
+    """
 
     positions: int
     replicas: int
@@ -142,13 +152,15 @@ def cover(
     also_all: bool,
     has_masters: bool,
 ) -> ConfigurationRows:
-    """Bound all configurations of these numbers of positions, schedules (``flights`` with ``chunks``) and ZeRO stages.
+    """Return all configurations of the given choices with lower bounds of their step time and memory.
 
-    Layers are cut by ``work`` (L,). ``kind_of`` (ranks,) is the device kind of each rank; position p has ranks from p ·
-    R. Impossible configurations are left out: more stages than layers, fewer microbatches than replicas, rounds that do
-    not divide, replicas that ``shard_size`` does not divide, or that have unequal rounds with ZeRO 2 and 3. So are
-    duplicates: ``also_all`` says that sharding over all replicas is covered elsewhere. ``has_masters``: ranks have
-    master weights.
+    The choices are ``counts`` (lengths of the pipeline), schedules (``flights``, each with its number of ``chunks``)
+    and ``zeros`` (ZeRO stages). ``work`` (L,): seconds of each layer, by which layers are cut. ``kind_of`` (ranks,):
+    the device kind of each rank; position p has the ranks p · R to (p + 1) · R - 1. ``has_masters``: ranks hold master
+    weights. Impossible configurations are left out: more stages than layers, fewer microbatches than replicas, numbers
+    of microbatches that the schedule cannot interleave, replicas that ``shard_size`` does not divide, and unequal
+    replicas under ZeRO 2 and 3. Duplicates are left out, too; with ``also_all``, also shard sizes equal to the number
+    of replicas.
     """
     num_layers, num_ranks = len(work), len(kind_of)
     most = len(counts) * len(flights) * len(zeros)
@@ -320,7 +332,10 @@ def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: Form, has_ma
 
 @compiled
 def parameters_of_rank(num_bytes: float, zero: int, shared: int, has_masters: bool) -> float:
-    """Return the bytes of parameters on a rank; with ZeRO 3, its part of the master weights replaces them."""
+    """Return the bytes of parameters that a rank holds permanently.
+
+    With ZeRO 3 and master weights 0, because the rank's shard of the master weights replaces them.
+    """
     if zero < 3 or shared == 1:
         return num_bytes
     return 0.0 if has_masters else num_bytes / shared
@@ -328,7 +343,7 @@ def parameters_of_rank(num_bytes: float, zero: int, shared: int, has_masters: bo
 
 @compiled
 def in_flight(form: Form, position: int, chunk: int) -> int:
-    """Return the microbatches of a chunk in flight at once, after the forwards before the first backward."""
+    """Return the most microbatches of a chunk that are in flight at once: those before the first backward."""
     if form.flight in (ONE_EACH, SPLIT):
         return min(form.rounds, form.positions - position)
     if form.flight != IN_TURN:
@@ -338,20 +353,20 @@ def in_flight(form: Form, position: int, chunk: int) -> int:
 
 @compiled
 def microbatches_in_turn(form: Form) -> int:
-    """Return the microbatches that an interleaved schedule runs through a chunk before the next chunk."""
+    """Return how many microbatches an interleaved schedule runs through one chunk before it runs the next chunk."""
     return form.rounds // max(1, form.rounds // form.positions)
 
 
 @compiled
 def forwards_ahead(form: Form, position: int) -> int:
-    """Return the forwards of all chunks before the first backward of an interleaved schedule."""
+    """Return how many forwards, of all chunks, precede the first backward of an interleaved schedule."""
     size = microbatches_in_turn(form)
     return min((form.chunks - 1) * size + 2 * (form.positions - 1 - position) + 1, form.rounds * form.chunks)
 
 
 @compiled
 def forwards_of(form: Form, chunk: int, count: int) -> int:
-    """Return the forwards of one chunk among the first ``count`` forwards of an interleaved schedule."""
+    """Return how many of the first ``count`` forwards of an interleaved schedule belong to one chunk."""
     size = microbatches_in_turn(form)
     cycles, rest = count // (size * form.chunks), count % (size * form.chunks)
     return int(cycles * size + min(max(rest - chunk * size, 0), size))

@@ -1,8 +1,8 @@
-"""Seconds and bytes of every layer of a model under one sharding (`Figures`); memory needs of its backward (`Moments`).
+"""Seconds and bytes of every layer of a model under one sharding (`Figures`); peak memory of backwards (`Moments`).
 
-They are found on the model's short graph (`short`). Layers are additive: a stage's seconds and bytes are the sums over
-its layers. Additional memory of a stage (transfers in flight, the peak within a computation) is left out, so that sums
-of bytes are lower bounds.
+They are computed on the model's short graph (`short`), which has each distinct layer once. Seconds and bytes of a stage
+are the sums over its layers. Further memory of a stage (transfers in flight, the peak within a computation) is left
+out, so the sums of bytes are lower bounds.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 class Moment(NamedTuple):
-    """Bytes that a layer's backward needs if it is a stage's last layer, without gradients of parameters.
+    """Bytes that the backward of a stage's last layer needs, without gradients of parameters.
 
-    ``first`` and ``later`` are additional to the memory in use at its start, for a step's first backward and for a
-    later one. ``kept`` is what the layer keeps of a microbatch, independently of earlier layers.
+    ``first`` and ``later``: in addition to the memory in use at its start, in the first backward of a step and in later
+    ones. ``kept``: activations that the layer keeps per microbatch.
     """
 
     kept: float
@@ -57,11 +57,10 @@ class Moment(NamedTuple):
 
 
 class Moments:
-    """Peak memory that the backward of each layer adds, found once for each distinct layer by a walk through it alone.
+    """Peak memory that the backward of each layer adds, computed once for each distinct layer on that layer alone.
 
-    ``graph_with`` returns the graph with some recompute words. ``stands_for`` has the layer of that graph for each
-    layer of the model, shape (L,). ``activations_away``: what layers keep is in host memory between forward and
-    backward.
+    ``graph_with`` returns the short graph under a recompute word. ``stands_for`` (L,) has the equal layer in that graph
+    for each layer of the model. ``activations_away``: activations are in host memory between forward and backward.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Moments:
         self._alone: dict[str, tuple[Graph, tuple[StageSlice, ...]]] = {}
 
     def of_layer(self, layer: int, microbatch_size: int, recompute: str) -> Moment:
-        """Return the least memory needs of the backward of a layer."""
+        """Return the memory needs of a layer's backward; for recompute words by stage, the least of all words."""
         key = microbatch_size, recompute, int(self._stands_for[layer])
         if key not in self._found:
             found = [self._walk(microbatch_size, word, key[-1]) for word in words_of(recompute)]
@@ -120,7 +119,11 @@ _SHARES_OF_LAYERS = (0.25, 1.0, 4.0, 16.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSeconds:
-    """Seconds for one microbatch, per device kind of the teams (kinds, L); ``backward`` includes recomputation."""
+    """Seconds of each layer by device kind of the teams, shape (kinds, L).
+
+    ``forward``, ``backward`` (with recomputation and accumulation) and ``accumulate`` (adding up gradients) are for one
+    microbatch, ``optimizer`` for one step.
+    """
 
     forward: Floats
     backward: Floats
@@ -129,16 +132,16 @@ class LayerSeconds:
 
     @property
     def work(self) -> Floats:
-        """Seconds by which layers are cut, on the first kind, shape (L,)."""
+        """Seconds of a microbatch in each layer on the first device kind, by which layers are cut into stages, (L,)."""
         work: Floats = self.forward[0] + self.backward[0]
         return work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerBytes:
-    """Bytes of each layer, shape (L,).
+    """Bytes of each layer, shape (L,): parameters, optimizer states, gradients and kept activations.
 
-    ``kept`` for a microbatch of b samples is ``kept_fixed + b · kept_per_sample``.
+    Kept activations of a microbatch of b samples are ``kept_fixed + b · kept_per_sample``.
     """
 
     parameters: Floats
@@ -149,7 +152,10 @@ class LayerBytes:
 
 
 class Figures:
-    """Figures of a problem's layers by sharding, recompute word, and microbatch size, each computed once."""
+    """Seconds and bytes of a model's layers under one sharding; results are cached.
+
+    ``short``: the model's short graph. ``idle``: devices that plans leave out.
+    """
 
     def __init__(self, problem: Problem, short: ShortGraph, sharding: Sharding, idle: tuple[int, ...] = ()) -> None:
         self._short, self.sharding, self.idle = short, sharding, idle
@@ -172,7 +178,10 @@ class Figures:
 
     @cached_property
     def goes_through_all(self) -> bool:
-        """Return whether a step waits for a microbatch to pass all layers forward and backward (`bounds`)."""
+        """True if every step must wait for a microbatch to pass through all layers, forward and backward.
+
+        This holds for training a plain chain whose first layer has trained parameters.
+        """
         trained = any(
             self._local.tensors[i].requires_grad
             for op in self._local.ops[self._local.layers[0].start : self._local.layers[0].stop]
@@ -194,25 +203,25 @@ class Figures:
 
     @cached_property
     def library_bytes(self) -> int:
-        """The bytes that libraries keep, on the device kind with the fewest."""
+        """Bytes of library workspaces on a device, of the device kind with the fewest."""
         devices = {backend_of(kind) for kind in self.cluster.device_kinds}
         trains = self.workload.kind == "training"
         return min(sum(library_workspaces(device, trains=trains)) for device in devices)
 
     @cached_property
     def has_masters(self) -> bool:
-        """Whether ranks have master weights, whose parts hold the parameters under ZeRO 3."""
+        """True if ranks hold master weights, whose shards replace the parameters under ZeRO 3."""
         return self._steps_on_device and self.workload.numbers.master_bytes > 0
 
     @cached_property
     def moments(self) -> Moments:
-        """The memory needs of backwards of single layers."""
+        """The peak memory of the backward of each layer."""
         away = not self.keeps_on_device
         return Moments(self._with, self._short.stands_for, self.workload, self.cost, activations_away=away)
 
     @cached_property
     def is_in_root(self) -> NDArray[np.bool_]:
-        """Whether ZeRO 3 gathers a layer's parameters with the root's, shape (L,)."""
+        """True for layers whose parameters ZeRO 3 gathers with those of the root module, shape (L,)."""
         starts = {group.start for group in parameter_groups(self._local) if not group.is_root}
         alone = np.array([layer.start not in starts for layer in self._local.layers])
         found: NDArray[np.bool_] = alone[self._short.stands_for]
@@ -224,12 +233,12 @@ class Figures:
         return self._tied[0]
 
     def prepare(self, microbatch_sizes: Sequence[int]) -> None:
-        """Estimate the costs of several microbatch sizes at once."""
+        """Estimate op costs for several microbatch sizes at once, which is faster than one by one."""
         for kind in self.cluster.device_kinds:
             self.cost.prepare_costs(self._local, microbatch_sizes, kind)
 
     def seconds(self, microbatch_size: int, recompute: str) -> LayerSeconds:
-        """Return the seconds of all layers at a microbatch size."""
+        """Return the seconds of all layers at a microbatch size under a recompute word."""
         if (microbatch_size, recompute) not in self._seconds:
             self._seconds[microbatch_size, recompute] = self._estimate(microbatch_size, recompute)
         return self._seconds[microbatch_size, recompute]
@@ -262,9 +271,9 @@ class Figures:
     def exchanges(
         self, num_ranks: int, counts: tuple[int, ...], exchange: GradientExchange, shard_size: int = 0
     ) -> Exchanges:
-        """Return the costs of communication among replicas for these numbers of positions.
+        """Return the costs of communication among replicas for each of these lengths of the pipeline (``counts``).
 
-        They are minima over all layouts.
+        Each is the minimum over all layouts of the ranks. ``shard_size``: replicas that shard states, 0 for all.
         """
         key = num_ranks, counts, exchange.bucket_bytes, shard_size
         if key not in self._exchanges:
@@ -361,7 +370,7 @@ class Figures:
         )
 
     def waiting(self, microbatch_size: int) -> Floats:
-        """Return the bytes that a layer makes per microbatch for the second part of a split backward, shape (L,)."""
+        """Return the bytes that each layer holds per microbatch for the second part of a split backward, shape (L,)."""
         if microbatch_size not in self._waiting:
             graph, width = self._local, self.workload.float_bytes
             found = np.zeros(len(graph.layers))
@@ -385,7 +394,7 @@ class Figures:
         return found
 
     def bytes(self, recompute: str) -> LayerBytes:
-        """Return the bytes of all layers."""
+        """Return the bytes of all layers under a recompute word."""
         if recompute not in self._bytes:
             self._bytes[recompute] = self._weigh(recompute)
         return self._bytes[recompute]

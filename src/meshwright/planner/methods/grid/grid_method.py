@@ -1,8 +1,7 @@
-"""The method: bound every uniform configuration, then simulate in the order of bounds until no bound is below the best.
+"""The method `grid`: compute lower bounds of all uniform configurations, and simulate them in the order of the bounds.
 
-At the end the result is proven: every configuration that was not simulated has a lower bound at or above the best step.
-If time ends earlier, the lowest remaining bound says how far the best may be from the optimum among uniform
-configurations.
+The search ends when no remaining bound is below the best simulated step: the result is then proven to be the fastest
+uniform configuration. If time ends earlier, the lowest remaining bound limits how far the result may be from that.
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ MOST_RULED_OUT = 5_000
 
 
 def grid(problem: Problem, state: SearchState) -> Steps:
-    """Enumerate, bound, and simulate what may be the best; if nothing may fit, what needs the least memory."""
+    """Propose the uniform configurations that may be the fastest, the lowest bound first.
+
+    If no configuration can fit into memory, propose those that need the least memory.
+    """
     found = bound_grid(problem, state.seconds_left)
     num_fitting = found.num_fitting
     state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
@@ -81,16 +83,19 @@ class _Run:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the search for the best one is over: by proof, or by its number of simulations."""
+        """True if the search for the fastest plan is over: it is proven, or the number of simulations is used up."""
         is_over = self.num_simulated - self.num_others >= MOST_SIMULATED or len(self._ruled_out) >= MOST_RULED_OUT
         return self.is_proven or is_over
 
     def prove(self, bound_s: float) -> None:
-        """Note a lower bound of all remaining configurations that is not below the best step."""
+        """Record that the best step is proven: ``bound_s`` is the lowest bound of all remaining configurations."""
         self.is_proven, self.left_s = True, bound_s
 
     def simulate(self, bound_s: float, configuration: Configuration) -> Steps:
-        """Propose the plans of a configuration, unless it cannot fit, or one with no larger needs did not."""
+        """Propose the plans of a configuration, unless it cannot fit into memory.
+
+        That is so if its memory bound exceeds the limit, or if a configuration that needs no more memory did not fit.
+        """
         if self._misfits.need_less_than(configuration):
             self._count_out()
             return
@@ -124,7 +129,7 @@ class _Run:
         self._state.count(pruned=int(self._counts_pruned))
 
     def simulate_leanest(self) -> Steps:
-        """Propose plans of different settings that are closest to fitting, to report what is missing."""
+        """Propose plans of the settings closest to fitting into memory, so that the report shows what is missing."""
         seen: set[Hashable] = set()
         for _, bound_s, configuration in sorted(self._ruled_out, key=lambda item: item[0]):
             setting = configuration.sharding, configuration.zero, configuration.recompute, configuration.num_ranks
@@ -135,7 +140,7 @@ class _Run:
 
     @property
     def num_seen(self) -> int:
-        """The number of simulated plans and of configurations that were ruled out."""
+        """The number of simulated plans plus that of configurations that were ruled out one by one."""
         return self.num_simulated + len(self._ruled_out)
 
     def _propose(self, bound_s: float, plan: Plan) -> Generator[Proposal, RankedPlan | None, RankedPlan | None]:
@@ -160,11 +165,11 @@ class _Misfits:
         self._known: dict[Hashable, list[Configuration]] = {}
 
     def add(self, configuration: Configuration) -> None:
-        """Add a configuration that did not fit."""
+        """Add a configuration that did not fit into memory."""
         self._known.setdefault(_likeness(configuration), []).append(configuration)
 
     def need_less_than(self, configuration: Configuration) -> bool:
-        """Return whether a known configuration needs no more than this one."""
+        """Return whether a configuration that did not fit needs no more memory than ``configuration``."""
         return any(needs_no_more(one, configuration) for one in self._known.get(_likeness(configuration), ()))
 
 
@@ -181,9 +186,10 @@ def _likeness(wanted: Configuration) -> Hashable:
 
 
 def needs_no_more(one: Configuration, other: Configuration) -> bool:
-    """Return whether no rank of one needs more than in another of the same stages, ranks and schedule.
+    """Return whether no rank needs more memory under ``one`` than under ``other``.
 
-    ZeRO stages are not compared: ZeRO 2 and 3 may gather more than they save.
+    Both must have the same stages, ranks and schedule. False for different ZeRO stages, since ZeRO 2 and 3 may gather
+    more than they save.
     """
     ranks = one.num_ranks
     # A multiple of the microbatch size keeps at least the same number of samples in flight; not if all microbatches are
@@ -199,7 +205,7 @@ def needs_no_more(one: Configuration, other: Configuration) -> bool:
 
 
 def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
-    """Yield the plans of a configuration: one for each layout of its ranks, and each way to offload."""
+    """Yield the plans of a configuration, one for each layout of its ranks and each allowed kind of offload."""
     wanted, positions = configuration, configuration.positions
     num_devices = wanted.num_ranks * wanted.sharding.width
     for away in problem.choices.offload:
@@ -227,7 +233,7 @@ def _summary(found: ConfigurationGrid, run: _Run, best_s: float) -> str:
         f"{found.num_fitting:,} may fit; {format_count(run.num_simulated, 'plan')} simulated."
     )
     if not found.is_complete:
-        return f"{text} The time was over before all were bounded."
+        return f"{text} The time ended before all configurations were bounded."
     if best_s == math.inf:
         return text
     if run.left_s >= best_s * (1 - _CLOSE):

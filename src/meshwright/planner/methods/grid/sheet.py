@@ -1,8 +1,8 @@
-"""All uniform configurations of a problem with their bounds (`bound_grid`), a sheet per sharding; memory bounds.
+"""All uniform configurations of a problem with lower bounds (`bound_grid`), one sheet per sharding; memory bounds.
 
-Bounds come in two steps. First all configurations are bounded by computation only. Communication among replicas takes
-longer to estimate than everything else together; it is estimated when the lowest bound of all is on a sheet without it,
-and raises the bounds of that sheet.
+Bounds are computed in two steps. The first bounds consider computation only, because communication among replicas takes
+longer to estimate than everything else together. When the lowest of all bounds is on a sheet without communication, it
+is estimated and raises the bounds of that sheet.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from meshwright.spec.recompute import is_alike, words_of
 # passes, only those of a stage's last layer stay. With ZeRO 2 and 3, gradients are not added to wider ones, for which a
 # later backward would need a copy: the needs of the first one are used instead.
 def floor_bytes(figures: Figures, wanted: Configuration) -> float:
-    """Return a lower bound of the fullest rank's bytes; 0 if not modelled: inference, split backwards."""
+    """Return a lower bound of the bytes on the fullest rank; 0 for inference and split backwards (not modelled)."""
     flight = FLIGHTS[wanted.schedule]
     if figures.workload.kind != "training" or flight == SPLIT:
         return 0.0
@@ -133,7 +133,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A uniform configuration: positions in line, equal replicas, an even cut of the layers."""
+    """A uniform configuration: pipeline positions with equal numbers of replicas, and layers cut evenly.
+
+    ``num_ranks``: teams of devices in all. ``positions``: length of the pipeline; ``chunks``: stages on each position.
+    ``bounds``: first layer and end of each stage. ``shard_size``: replicas that shard states, 0 for all. ``idle``:
+    devices that are left out.
+    """
 
     num_ranks: int
     sharding: Sharding
@@ -162,7 +167,11 @@ class _Cell:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sheet:
-    """The configurations of one sharding; ``seconds`` and ``bytes`` are lower bounds, shape (configurations,)."""
+    """The configurations of one sharding, with lower bounds of step time (``seconds``) and memory (``bytes``).
+
+    Both have shape (configurations,). ``limit_bytes`` is the memory limit of a rank. ``knows_exchange``: the bounds
+    include communication among replicas.
+    """
 
     problem: Problem
     cells: list[_Cell]
@@ -176,7 +185,7 @@ class Sheet:
         self._gather()
 
     def refine(self) -> None:
-        """Raise the bounds by the communication among replicas."""
+        """Compute the bounds again, with communication among replicas."""
         self.knows_exchange = True
         for index, cell in enumerate(self.cells):
             exchanges = cell.figures.exchanges(
@@ -186,7 +195,7 @@ class Sheet:
         self._gather()
 
     def configuration(self, row: int) -> Configuration:
-        """Return the configuration of a row."""
+        """Return the configuration with index ``row``."""
         place = int(np.searchsorted(np.cumsum([len(rows.seconds) for rows in self.rows]), row, side="right"))
         before = sum(len(rows.seconds) for rows in self.rows[:place])
         cell, rows, row = self.cells[place], self.rows[place], row - before
@@ -220,16 +229,19 @@ class ConfigurationGrid:
 
     @property
     def num_configurations(self) -> int:
-        """The number of configurations."""
+        """The number of configurations that were bounded."""
         return sum(len(sheet.seconds) for sheet in self.sheets)
 
     @property
     def num_fitting(self) -> int:
-        """The number of configurations that may fit into memory."""
+        """The number of configurations whose memory bound is within the limit."""
         return sum(int((sheet.bytes <= sheet.limit_bytes).sum()) for sheet in self.sheets)
 
     def share_needed(self, wanted: Configuration) -> float:
-        """Return a configuration's least memory over the limit: a sharper bound than that of its sheet."""
+        """Return the memory bound of a configuration as a share of the limit; above 1, the configuration cannot fit.
+
+        This bound (`floor_bytes`) is tighter than that of the sheet.
+        """
         sheet = self._by_axes[wanted.idle, wanted.sharding]
         figures = next(cell.figures for cell in sheet.cells if cell.microbatch_size == wanted.microbatch_size)
         return floor_bytes(figures, wanted) / sheet.limit_bytes if sheet.limit_bytes > 0 else math.inf
@@ -240,7 +252,7 @@ class ConfigurationGrid:
         return {(sheet.cells[0].figures.idle, sheet.cells[0].figures.sharding): sheet for sheet in sheets}
 
     def by_bound(self) -> Iterator[tuple[float, Configuration]]:
-        """Yield the configurations that may fit with their bounds in seconds, the lowest first."""
+        """Yield (lower bound in seconds, configuration) for all that may fit into memory, the lowest bound first."""
         seconds, places, rows = self._fitting()
         done = np.zeros(len(seconds), bool)
         while not done.all():
@@ -256,7 +268,7 @@ class ConfigurationGrid:
                 yield float(seconds[index]), sheet.configuration(int(rows[index]))
 
     def leanest(self, most: int) -> Iterator[tuple[float, Configuration]]:
-        """Yield the configurations whose memory bound exceeds the limit least, with their bounds in seconds."""
+        """Yield (lower bound in seconds, configuration) for the ``most`` configurations with the least memory."""
         over = [sheet.bytes / sheet.limit_bytes for sheet in self.sheets]
         places = np.repeat(np.arange(len(over)), [len(item) for item in over])
         rows = np.concatenate([np.arange(len(item)) for item in over] or [np.empty(0, np.int64)])
@@ -273,9 +285,10 @@ class ConfigurationGrid:
 
 
 def bound_grid(problem: Problem, seconds_left: Callable[[], float] | None = None) -> ConfigurationGrid:
-    """Bound all uniform configurations of a problem. Raises the first error of its shardings if none is possible.
+    """Return all uniform configurations of a problem with their lower bounds.
 
-    If time ends, only the first shardings are bounded.
+    If the time ends (``seconds_left`` returns 0), only the first shardings are included. Raises the first error of the
+    shardings if no sharding is possible.
     """
     short = _figures_graph(problem, 1) if _is_symbolic(problem) else None
     sheets: list[Sheet] = []
@@ -304,7 +317,7 @@ def _figures_graph(problem: Problem, microbatch_size: int) -> ShortGraph:
 
 
 def variants_of(problem: Problem) -> list[tuple[str, int]]:
-    """Return schedules that have uniform configurations, each with its numbers of stages on a rank."""
+    """Return pairs of a schedule that supports uniform configurations and a number of stages per rank."""
     found: list[tuple[str, int]] = []
     # Split backwards need activations on the device: both parts read what layers kept.
     away = all(offload.activations != "device" for offload in problem.choices.offload)

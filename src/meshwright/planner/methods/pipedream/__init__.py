@@ -1,11 +1,11 @@
-"""PipeDream's planner: a profile, the states of its graph, and a dynamic program over them, level by level.
+"""PipeDream's planner: a dynamic program over the possible cuts of a profiled graph, level by level.
 
     profile  ->  states  ->  recurrence, on each of the levels  ->  plan
 
-`profile_states` reads PipeDream's own files or estimates a captured graph, and finds where it can be cut. `recurrence`
-is the dynamic program, on each level. `pipedream_method` selects cuts if there are too many, makes the plan and
-proposes it to a search, whose simulator estimates it. The objective is that of PipeDream's optimizer, as coded, so that
-results are comparable.
+`profile_states` makes a profile from PipeDream's own files or from a captured graph, and finds the states: the sets of
+layers at whose ends the graph can be cut. `recurrence` is the dynamic program for each level of machines (devices of a
+node, nodes). `pipedream_method` selects states if there are too many, makes plans and proposes them to a search. The
+objective is that of PipeDream's optimizer, as coded, so that results are comparable.
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019), section 3.1.
 """

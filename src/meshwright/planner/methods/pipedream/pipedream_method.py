@@ -1,16 +1,16 @@
 """PipeDream's planner as a search method (`pipedream`), and for profiles of layers (`plan_profile`).
 
-The simulator estimates its stages as plans. A plan's stages are ranges of a graph's layers, so only the graph's states
-along its order of layers are considered. For each microbatch size (PipeDream's minibatch), the dynamic program runs
+A plan's stages are ranges of a graph's layers, so the search method considers only states along the graph's order of
+layers. For each microbatch size (PipeDream's minibatch), it solves the dynamic program for all combinations of
 
-    with machines on two levels, devices and nodes, and with all devices behind the slowest link
-    with transfers that take their time, and with free transfers
-    with all numbers of replicas that can divide the minibatches, and for a straight pipeline
+    machines    on two levels, devices and nodes; or all devices on one level with the slowest link
+    transfers   that take their time; or free
+    replicas    all numbers that divide the minibatches; or 1 everywhere (a straight pipeline)
 
-and data parallelism, PipeDream's baseline, is proposed too. Under asynchronous schedules, gradients are reduced for
-every minibatch, as in PipeDream, and a step of M minibatches takes M times the slowest stage. In synchronous ones they
-are reduced once per step, so that parameters weigh an M-th of that, and the first minibatch's way through the other
-stages is added.
+It also proposes data parallelism, PipeDream's baseline. Under asynchronous schedules, gradients are reduced for every
+minibatch, as in PipeDream, and a step of M minibatches takes M times the slowest stage. Under synchronous schedules,
+gradients are reduced once per step, so parameters count 1 / M, and the time of the first minibatch in the other stages
+is added.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES
 # branches are finished one after the other. So besides the order of the profile itself, one order continues with the
 # layer that became ready last, and one with the layer that leaves the least to keep.
 def find_orders(profile: Profile) -> Iterator[list[int]]:
-    """Yield orders in which each layer follows those that it reads; each starts with the first layer."""
+    """Yield up to three orders of the layers (lists of indexes) in which each layer comes after those that it reads.
+
+    Each starts with the first layer of the profile.
+    """
     yield list(range(len(profile.names)))
     yield _walk(profile, by_bytes=False)
     yield _walk(profile, by_bytes=True)
@@ -86,10 +89,9 @@ def _walk(profile: Profile, *, by_bytes: bool) -> list[int]:
 
 
 def count_states(profile: Profile) -> int:
-    """Return the number of sets of layers that contain all that they read, and the first layer.
+    """Return an upper bound of the number of states of a profile.
 
-    It is an upper bound of the number of states. Layers are decided one after the other; only decided layers with
-    undecided readers still matter.
+    It is the number of sets of layers that include the first layer and, with each layer, all layers that it reads.
     """
     readers = profile.readers
     unread = [len(items) for items in readers]
@@ -117,11 +119,12 @@ DEFAULT_OPTIONS = PipeDreamOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipedreamStage:
-    """Some layers (indices of the profile, ascending) on ``num_machines`` devices.
+    """One stage of a PipeDream plan; all values are for one minibatch.
 
-    ``replicas`` are those of each level, the lowest first; ``num_machines`` is their product. ``compute_s`` is the time
-    of the layers on one device, ``seconds`` its share with the gradient reductions of all levels, by the formula of
-    data parallelism. ``received_bytes`` are on the frontier before the stage.
+    ``layers`` are indexes of the profile, ascending. ``replicas`` has the number of replicas on each level of machines,
+    the lowest level first. ``compute_s`` is the time of the layers on one device. ``seconds`` is the time per minibatch
+    with all replicas, including the gradient reductions of all levels. ``received_bytes`` are the activations that the
+    stage receives.
     """
 
     layers: tuple[int, ...]
@@ -133,16 +136,18 @@ class PipedreamStage:
 
     @property
     def num_machines(self) -> int:
-        """The number of devices that hold the stage."""
+        """The number of devices that hold the stage: the product of ``replicas``."""
         return math.prod(self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipedreamPlan:
-    """Stages in the order of the pipeline, and PipeDream's estimate of them, in seconds per minibatch.
+    """The result of PipeDream's planner: stages in the order of the pipeline, and estimates in seconds per minibatch.
 
-    ``bottleneck_s`` is minimised. ``bound_s`` is a lower bound of all plans of the profile, by this estimate; the plan
-    is the best if ``is_complete``, else the best of ``num_states`` states that were considered.
+    ``bottleneck_s``: the slowest stage, which is minimised. ``bound_s``: a lower bound of it for all plans of the
+    profile. ``single_s``: the model on one machine. ``data_parallel_s``: replicas of the model on all machines. If
+    ``is_complete``, the plan is the best of all; else, it is the best that cuts at the ``num_states`` states
+    considered.
     """
 
     profile: Profile
@@ -158,21 +163,25 @@ class PipedreamPlan:
 
     @property
     def speedup(self) -> float:
-        """Speedup over one machine."""
+        """How many times faster the plan is than one machine, by PipeDream's estimate."""
         return self.single_s / self.bottleneck_s
 
     @property
     def speedup_over_data_parallel(self) -> float:
-        """Speedup over replicas of the whole model on all machines."""
+        """How many times faster the plan is than replicas of the whole model on all machines."""
         return self.data_parallel_s / self.bottleneck_s
 
     @property
     def num_machines(self) -> int:
-        """The number of devices used."""
+        """The number of machines that the plan uses."""
         return sum(stage.num_machines for stage in self.stages)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one plain row per stage, with the names of its first and last layer in the order of the profile."""
+        """Return one dict per stage.
+
+        Keys: ``stage`` (index), ``layers`` (their number), ``first`` and ``last`` (names of layers), ``machines``,
+        ``replicas``, ``compute_s``, ``seconds``, ``parameter_bytes``, ``received_bytes``; see `PipedreamStage`.
+        """
         return [
             {
                 "stage": index,
@@ -190,7 +199,7 @@ class PipedreamPlan:
         ]
 
     def explain(self) -> str:
-        """Return the stages, times and comparisons in lines."""
+        """Return printable lines: the bottleneck, comparisons, whether the plan is optimal, and the stages."""
         machines = math.prod(level.num_machines for level in self.levels)
         lines = [
             f"{format_count(len(self.stages), 'stage')} on {self.num_machines} of {format_count(machines, 'machine')}: "
@@ -201,11 +210,11 @@ class PipedreamPlan:
         ]
         gap = format_percent(self.bottleneck_s / self.bound_s - 1) if self.bound_s else "0 %"
         if self.is_complete:
-            lines.append(f"the best of all cuts ({format_count(self.num_states, 'state')})")
+            lines.append(f"the best of all possible cuts ({format_count(self.num_states, 'state')} of the graph)")
         else:
             lines.append(
-                f"the best of {format_count(self.num_states, 'state')} of some orders of the layers; all are too many: "
-                f"no plan is faster than {format_seconds(self.bound_s)}, which is the same work without transfers: at "
+                f"the best of the cuts at {format_count(self.num_states, 'state')} along some orders of the layers, as "
+                f"all states are too many; no plan is faster than {format_seconds(self.bound_s)} (no transfers), so at "
                 f"most {gap} are lost"
             )
         lines += [
@@ -224,9 +233,10 @@ def plan_profile(
     *,
     max_states: int = MAX_STATES,
 ) -> PipedreamPlan:
-    """Return PipeDream's plan for machines on ``levels``, the lowest first (devices of a host, then hosts).
+    """Return PipeDream's plan of a profile for machines on ``levels``, the lowest first (devices of a host, hosts).
 
-    Raises PlanError for invalid levels or options, NoFeasiblePlanError if no plan satisfies the options.
+    With more than ``max_states`` states, only those along some orders of the layers are considered. Raises PlanError
+    for invalid levels or options, NoFeasiblePlanError if no plan satisfies the options.
     """
     _check(levels, options)
     states = find_states(profile, max_states) or states_along(profile, find_orders(profile))
@@ -236,7 +246,10 @@ def plan_profile(
 def plan_states(
     profile: Profile, states: ProfileStates, levels: Sequence[Level], options: PipeDreamOptions
 ) -> PipedreamPlan:
-    """Return the best plan that cuts only at some states of a profile. Raises NoFeasiblePlanError if none exists."""
+    """Return the best plan that cuts a profile only at the given states.
+
+    Raises NoFeasiblePlanError if no plan satisfies the options.
+    """
     solution = solve_levels(states, levels, options)
     if solution is None:
         raise _nothing_fits(profile, states, levels, options)
@@ -284,18 +297,18 @@ def _stage_seconds(
 
 def _check(levels: Sequence[Level], options: PipeDreamOptions) -> None:
     if not levels:
-        raise PlanError("No levels of machines were given; expected at least one. Give the machines and their links.")
+        raise PlanError("No levels of machines were given; expected at least one, with its machines and bandwidth.")
     for level in levels:
         if level.num_machines < 1 or not 0 < level.bandwidth_bytes_per_s < math.inf:
             raise PlanError(
                 f"A level of {level.num_machines} machines with {level.bandwidth_bytes_per_s:g} B/s was given; "
-                "expected at least one machine and links that send something."
+                "expected at least one machine and a finite bandwidth above 0."
             )
     if options.replicas is not None and min(options.replicas, default=0) < 1:
-        raise PlanError(f"Stages of {list(options.replicas)} replicas were asked for; expected at least 1 of each.")
-    for name, value in (("compression ratio", options.compression_ratio), ("limit of memory", options.memory_bytes)):
+        raise PlanError(f"replicas={list(options.replicas)} was given; expected numbers of replicas of at least 1.")
+    for name, value in (("compression ratio", options.compression_ratio), ("memory limit", options.memory_bytes)):
         if value is not None and not 0 < value < math.inf:
-            raise PlanError(f"A {name} of {value:g} was given; expected more than 0. Leave it out for none.")
+            raise PlanError(f"A {name} of {value:g} was given; expected a finite number above 0, or None for none.")
 
 
 def _nothing_fits(
@@ -306,13 +319,13 @@ def _nothing_fits(
     if options.memory_bytes is not None:
         kept = float(states.activation_bytes[-1] + states.parameter_bytes[-1])
         return NoFeasiblePlanError(
-            f"No plan of {given} keeps to {format_bytes(options.memory_bytes)} on each machine, as PipeDream counts "
-            f"activations and weights ({format_bytes(kept)} in all, stashed for each minibatch in flight). Raise the "
-            "limit, or take fewer machines."
+            f"No plan of {given} fits into {format_bytes(options.memory_bytes)} per machine, by PipeDream's count: "
+            f"activations and weights ({format_bytes(kept)} in all) are kept for each minibatch in flight. Raise the "
+            "limit, or use fewer machines."
         )
     return NoFeasiblePlanError(
-        f"No pipeline of {given} uses all of them with stages of {list(options.replicas or ())} replicas. Allow more "
-        "numbers of replicas or fewer machines, or take fewer machines."
+        f"No pipeline of {given} uses all machines with stages of {list(options.replicas or ())} replicas. Allow other "
+        "numbers of replicas, or idle machines (fewer_machines=True), or give fewer machines."
     )
 
 
@@ -333,16 +346,16 @@ class _Found(NamedTuple):
 
 
 def pipedream(problem: Problem, state: SearchState) -> Steps:
-    """Propose what PipeDream finds, best by its own estimate first, until enough plans fit.
+    """Propose PipeDream's plans, the best by its own estimate first, until enough of them fit into memory.
 
-    Raises PlanError if it finds no plan with an allowed number of stages; it chooses the number itself.
+    Raises PlanError if no plan has an allowed number of stages; PipeDream chooses this number itself.
     """
     found = [item for space in problem.spaces() for item in _search(space, state)]
     if not found:
         raise PlanError(
-            f"PipeDream's planner chooses stages itself, and finds no plan of "
+            f"The method pipedream chooses the number of stages itself and finds no plan with "
             f"{list(problem.choices.num_stages)} stages for these "
-            "devices and microbatches. Leave the number of stages open, or use another method."
+            "devices and microbatches. Leave --stages out, or use another method."
         )
     seen: set[Plan] = set()
     num_fitting = 0
@@ -432,9 +445,10 @@ def _bandwidth(space: Space, first: int, second: int) -> float:
 
 
 def place_stages(plan: PipedreamPlan) -> tuple[StagePlan, ...]:
-    """Return the stages on ranks in order; on two levels, on the same devices of all nodes of the outer stage.
+    """Return the stages of a plan on ranks, in the order of the pipeline.
 
-    There, replicas on the same device of other nodes follow each other: a microbatch then stays in its node.
+    With two levels of machines, a stage gets the same devices of each of its nodes, and its replicas are numbered so
+    that a microbatch stays in one node.
     """
     each = plan.levels[0].num_machines
     stages: list[StagePlan] = []

@@ -1,8 +1,8 @@
 """The input of PipeDream's planner: a graph of layers with seconds and bytes (`Profile`), and its states.
 
-Figures are those of one minibatch on one machine. A profile comes from a file of PipeDream's profiler (``graph.txt``)
-or from a captured graph and a cost model. In a file, inputs, whose time is that of loading data, and unread results of
-``__getitem__`` are skipped, as in PipeDream's optimizer (`optimizer_graph_hierarchical.py`).
+Values are for one minibatch on one machine. A profile comes from a file of PipeDream's profiler (``graph.txt``) or from
+a captured graph and a cost model. Of a file, input layers (whose time is that of loading data) and ``__getitem__``
+layers that no layer reads are skipped, as in PipeDream's optimizer (`optimizer_graph_hierarchical.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
-    """Layers in an order in which each follows what it reads; all arrays have shape (layers,).
+    """The layers of a model with their costs for one minibatch; each layer comes after those that it reads.
 
-    ``seconds`` are forward and backward of one minibatch, ``activation_bytes`` the output of a layer for others.
-    ``reads`` has, for each layer, the layers whose output it reads.
+    Arrays have shape (layers,): ``seconds`` of forward and backward, ``activation_bytes`` of the output that other
+    layers read, ``parameter_bytes``. ``reads`` has, for each layer, the indexes of the layers whose output it reads.
     """
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class Profile:
 
     @property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer, the layers that read its output."""
+        """For each layer, the indexes of the layers that read its output."""
         found: list[list[int]] = [[] for _ in self.names]
         for layer, sources in enumerate(self.reads):
             for source in sources:
@@ -49,19 +49,22 @@ class Profile:
 
 
 def load_profile(path: Path | str) -> Profile:
-    """Read a file of PipeDream's profiler, compressed or not. Raises DocumentError for any other file."""
+    """Read a profile from a file of PipeDream's profiler, compressed or not.
+
+    Raises DocumentError if the file has another form, PlanError if layers read each other in a cycle.
+    """
     path = Path(path)
     try:
         text = read_unpacked(path).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise DocumentError(f"{path}: not a PipeDream profile, which is text. Check the file.") from None
+        raise DocumentError(f"{path} is not text; expected a PipeDream profile (graph.txt). Check the file.") from None
     return parse_profile(text, source=path.name)
 
 
 def parse_profile(text: str, *, source: str) -> Profile:
-    """Return the profile that a text of PipeDream's profiler describes.
+    """Return the profile described by a text of PipeDream's profiler; ``source`` names it in messages.
 
-    Raises DocumentError for any other text, PlanError if layers read each other in a cycle.
+    Raises DocumentError if the text has another form, PlanError if layers read each other in a cycle.
     """
     lines = {layer.name: layer for layer in read_layers(text, source=source)}
     reads: dict[str, list[str]] = {name: [] for name in lines}
@@ -77,7 +80,7 @@ def parse_profile(text: str, *, source: str) -> Profile:
     for name in [name for name in reads if name not in read and lines[name].what.startswith("__getitem__")]:
         _remove(name, reads)
     if not reads:
-        raise DocumentError(f"{source}: it has only input layers; expected at least one other layer. Check the file.")
+        raise DocumentError(f"{source} has only input layers; expected at least one other layer. Check the file.")
     order = _sorted(reads)
     kept = [lines[name] for name in order]
     return Profile(
@@ -92,9 +95,9 @@ def parse_profile(text: str, *, source: str) -> Profile:
 def make_profile(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKind) -> Profile:
     """Return the profile of a captured graph for minibatches of ``batch_size`` on one device kind.
 
-    Ops that every stage computes itself (`Op.replicable`) belong to no layer, a tied parameter to the first layer that
-    reads it; a layer without its own ops is chained between its neighbours. Raises GraphError for a batch size that the
-    graph excludes.
+    Ops that every stage computes for itself (`Op.replicable`) count for no layer. A tied parameter counts for the first
+    layer that reads it. A layer without its own ops is assumed to read the layer before it, and the next layer to read
+    it. Raises GraphError for a batch size that the graph does not support.
     """
     graph.check_batch_size(batch_size)
     each = _op_seconds(graph, batch_size, cost, kind)
@@ -176,10 +179,12 @@ _ROWS = 4096
 # Source: Narayanan et al., "PipeDream" (SOSP 2019); `graph/graph.py` of its repository (`antichain_dag`).
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfileStates:
-    """States of a profile, ascending by their seconds; every state comes after the states inside it.
+    """States of a profile: sets of layers that contain, with each layer, all layers that it reads.
 
-    ``members`` (states, words): bit l % 64 of word l // 64 says whether layer l belongs to it. The others have shape
-    (states,): T (whole picoseconds, so that sums are exact), A, P and a. ``complete``: all states are included.
+    They ascend by ``seconds``, so every state comes after its subsets. ``members`` (states, words): bit l % 64 of word
+    l // 64 is 1 if layer l belongs to the state. Shape (states,), summed over the layers of a state: ``seconds`` (T,
+    rounded to picoseconds), ``activation_bytes`` (A), ``parameter_bytes`` (P); ``frontier_bytes`` (a) are those sent
+    over a cut at the end of the state. ``complete``: all states of the profile are included.
     """
 
     members: Words
@@ -193,7 +198,7 @@ class ProfileStates:
         return len(self.members)
 
     def layers(self, state: int) -> set[int]:
-        """Return the layers of a state; empty for state -1."""
+        """Return the indexes of the layers of a state; an empty set for state -1 (before the first layer)."""
         return set() if state < 0 else set(np.flatnonzero(_bits(self.members[state : state + 1])[0]).tolist())
 
 
@@ -227,9 +232,9 @@ class _Sets:
 
 
 def find_states(profile: Profile, max_states: int) -> ProfileStates | None:
-    """Return all states; None if there are more than ``max_states``.
+    """Return all states of a profile; None if there are more than ``max_states``.
 
-    Raises PlanError if some layers are not connected to the others, so that no steps lead there.
+    Raises PlanError if some layers are not connected to the first one.
     """
     _check_connected(profile)
     sets = _Sets(profile)
@@ -251,7 +256,10 @@ def find_states(profile: Profile, max_states: int) -> ProfileStates | None:
 
 
 def states_along(profile: Profile, orders: Iterable[Sequence[int]]) -> ProfileStates:
-    """Return the states that orders of the layers pass through; in each order a layer follows those that it reads."""
+    """Return the states along some orders of the layers: the first n layers of an order, for every n.
+
+    In each order, every layer must come after those that it reads.
+    """
     sets = _Sets(profile)
     found: dict[int, int] = {}
     for order in orders:
@@ -278,8 +286,8 @@ def _check_connected(profile: Profile) -> None:
     apart = [name for layer, name in enumerate(names) if find(layer) != find(0)]
     if apart:
         raise PlanError(
-            f"{len(apart)} of {len(names)} layers of the profile, such as {apart[0]!r}, neither read nor feed the "
-            "others; expected one connected graph. Leave them out, or plan them on their own."
+            f"{len(apart)} of {len(names)} layers of the profile, such as {apart[0]!r}, are not connected to the "
+            "other layers; expected one connected graph. Leave these layers out, or plan them separately."
         )
 
 

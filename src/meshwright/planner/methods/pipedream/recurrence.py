@@ -1,24 +1,24 @@
-"""PipeDream's dynamic program over states, compiled (`fill_table`), and over its levels of machines (`solve_levels`).
+"""PipeDream's dynamic program over states, compiled (`fill_table`), and over levels of machines (`solve_levels`).
 
-On one level with M machines and links of b bytes per second, the layers between two states i and j (`profile_states`)
-take
+A level has M machines with links of b bytes per second. On m of them, the layers between two states i and j
+(`profile_states`) take B seconds per minibatch:
 
     B[i, j, m] = min of   (t + w(m) / f) / m                            one stage with m replicas
-                          max(B[i, k, m - r], (t' + w'(r)) / r, x)      the last stage, behind state k, has r of them
+                          max(B[i, k, m - r], (t' + w'(r)) / r, x)      the last stage, after state k, has r replicas
 
-    t     C[i, j]: seconds on all machines of a level below, T(j) - T(i) on the lowest; t' = C[k, j]
+    t     C[i, j]: seconds on all machines of the level below; on the lowest level T(j) - T(i); t' = C[k, j]
     w     4 (m - 1) P / (b m): the gradient reduction of the stage's P bytes, added to its seconds
-    f     machines of the level right below; 1 on the lowest
-    x     2 a / (b r c), for the frontiers of k and, unless it is the last state, j; 0 without a ratio c
+    f     machines of the level right below; 1 on the lowest level
+    x     2 a / (b r c), for the frontiers of k and, unless j is the last state, of j; 0 without a compression ratio c
 
-All m machines are used, unless fewer may be. With a memory limit, a stage of r replicas at the end of m machines is
-allowed only if ceil((M - m) / r) (A + P) is within it. Then C[i, j] = B[i, j, M] for the level above.
+All m machines are used, unless idle machines are allowed. With a memory limit, a stage of r replicas at the end of m
+machines is allowed only if ceil((M - m) / r) (A + P) is within the limit. For the level above, C[i, j] = B[i, j, M].
 
-Many plans have the same bottleneck. The one with the fewest stages is chosen, by the same recurrence with 1 and sums
-instead of seconds and maxima, over stages that take no longer.
+Among plans with the same bottleneck, the one with the fewest stages is chosen: by the same recurrence that counts
+stages, restricted to stages that take no longer than the bottleneck.
 
-No stage that takes T(j) - T(k) on one machine is faster than that over all machines of its level and those below.
-States come with ascending seconds, so that for each j, k need go back only until this bound is reached.
+A stage that takes T(j) - T(k) on one machine takes at least that divided by all machines of its level and the levels
+below. Since seconds of states ascend, for each j the search for k goes back only until this bound is reached.
 
 Source: `optimizer_graph_hierarchical.py` (`compute_partitioning`) of the PipeDream repository. There, on levels below
 the last, i and k need not be nested; such an interval is not a set of layers, and is left out here.
@@ -43,13 +43,13 @@ Flags = NDArray[np.bool_]
 
 
 class LevelProblem(NamedTuple):
-    """One level; S states.
+    """The input of the dynamic program on one level of ``num_machines`` (M) machines, with S states.
 
     ``members`` (S, words), ``seconds`` T, ``activation_bytes`` A, ``parameter_bytes`` P and ``frontier_bytes`` a (S,)
-    are from `ProfileStates`. ``below_s`` (S + 1, S) is C, entry [i + 1, j]; of shape (0, 0) on the lowest level.
-    ``machines_below`` is f, ``all_below`` the product of the machines of all levels below. ``ratio`` is c, 0 for free
-    transfers; ``allowed`` (M + 1,) marks the numbers of replicas that a stage may have; ``memory_bytes`` is infinite
-    without a limit.
+    are from `ProfileStates`. ``below_s`` (S + 1, S) is C, entry [i + 1, j]; shape (0, 0) on the lowest level.
+    ``machines_below`` is f; ``all_below`` the product of the machines of all levels below. ``ratio`` is c, 0 for free
+    transfers. ``allowed`` (M + 1,) marks the allowed numbers of replicas. ``fewer_machines``: machines may stay idle.
+    ``memory_bytes`` is infinite without a limit.
     """
 
     members: Words
@@ -69,10 +69,10 @@ class LevelProblem(NamedTuple):
 
 
 class IntervalTable(NamedTuple):
-    """The results of all intervals behind one state, entry [j, m]: seconds (B) or numbers of stages, and last stages.
+    """The results for the layers between one state i and all states j on m machines; shapes (S, M + 1), entry [j, m].
 
-    Shapes (S, M + 1): the cut k before the last stage, and its number of replicas r. A cut of -2 means that one stage
-    is best.
+    ``best``: B in seconds, or the fewest stages. ``cuts``: the state k before the last stage, -2 if one stage is best.
+    ``replicas``: the number of replicas r of the last stage.
     """
 
     best: Floats
@@ -81,14 +81,14 @@ class IntervalTable(NamedTuple):
 
 
 def make_table(problem: LevelProblem) -> IntervalTable:
-    """Return an empty table for a level."""
+    """Return a table of the right shape for a level, with no results."""
     shape = (len(problem.seconds), problem.num_machines + 1)
     return IntervalTable(np.full(shape, np.inf), np.full(shape, -2, np.int64), np.zeros(shape, np.int64))
 
 
 @compiled
 def fill_intervals(p: LevelProblem, table: IntervalTable) -> Floats:
-    """Return B[i, j, M] of all intervals, shape (S + 1, S), entry [i + 1, j]; infinite if impossible."""
+    """Return B[i, j, M] in seconds for all pairs of states, shape (S + 1, S), entry [i + 1, j]; inf if impossible."""
     count = len(p.seconds)
     found = np.full((count + 1, count), np.inf)
     for i in range(-1, count - 1):
@@ -99,10 +99,10 @@ def fill_intervals(p: LevelProblem, table: IntervalTable) -> Floats:
 
 @compiled
 def fill_table(p: LevelProblem, i: int, stop: int, cutoff_s: float, counting: bool, table: IntervalTable) -> None:
-    """Fill the table for all intervals behind state i (the first layer, if i is -1) up to state ``stop``.
+    """Fill the table for the layers after state i (-1: from the first layer) up to every state until ``stop``.
 
-    With a cutoff, only entries are filled that the whole interval needs to take less time; with ``counting``, entries
-    are the fewest stages that each take less time than the cutoff.
+    Entries that cannot be part of a pipeline below ``cutoff_s`` seconds may be left out. With ``counting``, entries are
+    the fewest stages that each take less than ``cutoff_s``.
     """
     table.best.fill(np.inf)
     table.cuts.fill(-2)
@@ -135,7 +135,7 @@ def lies_inside(p: LevelProblem, k: int, j: int) -> bool:
 
 @compiled
 def stage_seconds(p: LevelProblem, k: int, j: int, r: int) -> float:
-    """Return (t + w(r)) / r of a stage between states k and j that follows another stage."""
+    """Return (t + w(r)) / r: the seconds of a stage after state k up to state j with r replicas."""
     weights = p.parameter_bytes[j] - p.parameter_bytes[k]
     return float((_interval_seconds(p, k, j) + 4.0 * (r - 1) * weights / (p.bandwidth_bytes_per_s * r)) / r)
 
@@ -237,7 +237,7 @@ _NO_TIME_S = 1e-15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A number of machines, and the bandwidth of each."""
+    """One level of machines: their number, and the bandwidth of each machine's link in bytes/s."""
 
     num_machines: int
     bandwidth_bytes_per_s: float
@@ -245,11 +245,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipeDreamOptions:
-    """Options of PipeDream's optimizer, with its own defaults.
+    """Options of PipeDream's optimizer, with PipeDream's defaults.
 
-    ``compression_ratio`` divides activation bytes on links; None for links that take no time. ``replicas`` are the
-    allowed numbers of replicas on each level, (1,) for a straight pipeline, None for any number. ``fewer_machines``:
-    some may stay idle. ``memory_bytes`` is the limit of each machine.
+    ``compression_ratio`` divides the activation bytes sent over links; None: transfers take no time. ``replicas`` are
+    the allowed numbers of replicas on each level; (1,) gives a straight pipeline, None allows any number.
+    ``fewer_machines``: machines may stay idle. ``memory_bytes`` is the limit per machine, None for no limit.
     """
 
     compression_ratio: float | None = None
@@ -260,9 +260,9 @@ class PipeDreamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelStage:
-    """The layers between two states (``start`` -1: from the first layer) as one stage, on the lowest level.
+    """One stage: the layers after state ``start`` (-1: from the first layer) up to state ``stop``.
 
-    ``replicas`` are those of each level, the lowest first: the stage is on their product of devices.
+    ``replicas`` has the number of replicas on each level, the lowest first; their product is the number of devices.
     """
 
     start: int
@@ -272,7 +272,10 @@ class LevelStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelSolution:
-    """Stages in the order of the pipeline, and the seconds of the slowest one of the top level."""
+    """The result of `solve_levels`: stages in the order of the pipeline (``cuts``), and the bottleneck.
+
+    ``bottleneck_s``: seconds per minibatch of the slowest stage of the top level.
+    """
 
     cuts: tuple[LevelStage, ...]
     bottleneck_s: float
@@ -283,7 +286,7 @@ class LevelSolution:
 # best times of all intervals on the level below as seconds of its own machines. From the top, every stage found is then
 # split again by the level below.
 def solve_levels(states: ProfileStates, levels: Sequence[Level], options: PipeDreamOptions) -> LevelSolution | None:
-    """Return the stages with the least bottleneck, exact for these states; None if none fit."""
+    """Return the stages with the least bottleneck among all that cut at these states; None if no stages fit."""
     problems: list[LevelProblem] = []
     below_s: Floats = np.empty((0, 0))
     for index, level in enumerate(levels):
@@ -310,7 +313,10 @@ def solve_levels(states: ProfileStates, levels: Sequence[Level], options: PipeDr
 
 
 def data_parallel_seconds(seconds: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
-    """Return seconds per minibatch with replicas of everything on all machines, by PipeDream's formula."""
+    """Return the seconds per minibatch of layers that are replicated on all machines, by PipeDream's formula.
+
+    ``seconds``: of the layers on one machine. ``parameter_bytes``: of their parameters.
+    """
     before = 1
     for level in levels:
         machines = level.num_machines

@@ -1,4 +1,4 @@
-"""Assemble slicing problems: stages of a graph at one microbatch size, placed by one layout, under one schedule."""
+"""Assemble the arrays of a slicing problem: one microbatch size, one layout of ranks, one schedule (`make_problem`)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def make_problem(
 ) -> SlicingProblem:
     """Return the arrays of one slicing problem.
 
-    ``in_flight`` are the microbatches in flight under its schedule, ``beside`` (L, L + 1) the bytes of a stage that
-    only its simulation showed.
+    ``tables``: seconds and bytes of all stages. ``places``: ranks and links under the layout. ``in_flight`` (D, D + 1):
+    microbatches in flight under the schedule (`assume_in_flight`). ``beside`` (L, L + 1): bytes of each stage that only
+    simulations revealed.
     """
     on_device = offload.optimizer == "device"
     states = tables.bytes.states if on_device else np.zeros_like(tables.bytes.states)
@@ -95,9 +96,10 @@ def _shared_bytes(parameters: Floats, states: Floats, zero: int, *, has_masters:
 
 
 def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind: str) -> Integers:
-    """Return microbatches in flight of a stage with r replicas behind a ranks, shape (D, D + 1).
+    """Return the microbatches in flight on a rank of a stage, shape (D, D + 1), entry [ranks before it, replicas].
 
-    They are all (GPipe), those of 1F1B, or one in inference, where a microbatch is held only while it is computed.
+    All microbatches of the rank for GPipe, fewer for 1F1B and other schedules; one in inference, where a microbatch is
+    held only while it is computed.
     """
     behind, take = np.meshgrid(np.arange(num_ranks), np.maximum(np.arange(num_ranks + 1), 1), indexing="ij")
     rounds = -(-num_microbatches // take)

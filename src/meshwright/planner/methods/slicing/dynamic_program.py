@@ -5,9 +5,9 @@ For one threshold θ (`fill_tables`, compiled), the program finds the least sum 
     sums[i, d] = min over ends j and replicas r of  t + x + sums[j, d - r]        layers i.. on the last d ranks
 
 over stages i:j with r replicas that fit into memory and whose bottleneck is at most θ (terms: `solve_slicing`). Two
-relaxed tables keep it small. One has the `fewest` replicas with which a stage i:j could work on any ranks. From it
-follow the fewest ranks that the layers before i need, and those that the layers from i on need. A state that leaves too
-few ranks to either side is never visited.
+relaxed tables prune the search. ``fewest`` has the fewest replicas with which a stage i:j could work on any ranks. From
+it follow the fewest ranks that the layers before i need (``before``), and those that the layers from i on need
+(``after``). A state that leaves too few ranks to either side is never visited.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ Integers = NDArray[np.int64]
 
 
 class SlicingProblem(NamedTuple):
-    """The problem of `slicing`, for L layers and D ranks.
+    """The problem of `slicing`, for L layers and D ranks; the comments before `solve_slicing` define the terms.
 
-    Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), except
-    ``most_bytes`` (2, L, L + 1, 4), without and with an exchange of gradients (`cost.memory.ledger`); ``transfer_s``
-    (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``, ``latency_s``,
-    ``bucket_s``, ``shared_s`` (D, D + 1), entry [a, r]. Of ``static_bytes``, replicas shard ``shared_bytes``, as
-    ``zero`` says, in groups of ``shard_size`` (0: all), and ``alone_bytes`` exist only with a single replica; gathers
-    and scatters in the passes of a microbatch take as long as the all-reduce of ``pass_bytes``, in parallel to ops or,
-    if ``passes_wait``, before them. Entries with j <= i or a + r > D are not read. Of the tables over stages, only
-    ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` may decrease with j; ``in_flight`` at the
-    best place must not grow with r, if there is more than one r.
+    Tables over stages i:j have the shape (L, L + 1): ``*_bytes``, and by device kind ``seconds``, ``backward_s`` and
+    ``optimizer_s`` (kinds, L, L + 1). ``most_bytes`` (2, L, L + 1, 4) is without and with an exchange of gradients
+    (`cost.memory.ledger`). ``transfer_s`` (links, L) is zero for layer 0. Tables over places, (D, D + 1), have the
+    entry [a, r] for r ranks after the first a: ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``,
+    ``latency_s``, ``bucket_s``, ``shared_s``. Entries with j <= i or a + r > D are not read.
+
+    ``static_bytes`` include ``shared_bytes``, which replicas shard under ``zero`` in groups of ``shard_size`` (0: all),
+    and ``alone_bytes``, which exist only without further replicas. The gathers and scatters of ZeRO in the passes of a
+    microbatch take as long as the all-reduce of ``pass_bytes``, in parallel to ops or, if ``passes_wait``, before them.
+
+    Only ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` may decrease with j. The least
+    ``in_flight`` over all a must not grow with r, if several r are allowed.
     """
 
     num_microbatches: int
@@ -83,11 +86,12 @@ class SlicingProblem(NamedTuple):
 
 
 class SlicingTables(NamedTuple):
-    """The tables that are filled for one threshold; made once per problem.
+    """The tables of the dynamic program, which are filled again for each threshold.
 
-    ``sums``, ``stops``, ``takes`` (S + 1, D + 1, L + 1), entry [s, d, i] for layers i.. on the last d ranks in s stages
-    (S = 0: in any number of stages); ``fewest`` (L, L + 1), ``before`` and ``after`` (L + 1). ``fastest_s`` (L, L + 1),
-    ``least_transfer_s`` (L), ``least_in_flight`` (D + 1) and ``most_memory`` are optima over all places.
+    Entry [s, d, i] of ``sums``, ``stops`` and ``takes`` (S + 1, D + 1, L + 1) is for layers i.. on the last d ranks in
+    s stages (S = 0: in any number of stages): the least sum in seconds, the end of the first stage, and its replicas.
+    ``fewest`` (L, L + 1), ``before`` and ``after`` (L + 1,) are described at the module. ``fastest_s`` (L, L + 1),
+    ``least_transfer_s`` (L,), ``least_in_flight`` (D + 1,) and ``most_memory`` are the best values over all places.
     """
 
     sums: Floats
@@ -103,7 +107,7 @@ class SlicingTables(NamedTuple):
 
 
 def make_tables(problem: SlicingProblem, num_stages: int) -> SlicingTables:
-    """Return tables for a problem with exactly ``num_stages`` stages, or any number if 0."""
+    """Return tables for a problem with exactly ``num_stages`` stages; for any number of stages if 0."""
     num_layers = problem.num_layers
     shape = (num_stages + 1, problem.num_ranks + 1, num_layers + 1)
     return SlicingTables(
@@ -128,13 +132,13 @@ def _least_in_flight(problem: SlicingProblem) -> Integers:
 
 @compiled
 def parts_of(p: SlicingProblem, r: int) -> int:
-    """Return the number of parts into which r replicas divide sharded state."""
+    """Return the number of shards into which r replicas divide sharded states."""
     return min(p.shard_size, r) if p.shard_size else r
 
 
 @compiled
 def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
-    """Return (n - f) max(t, x) + e + o of stage i:j on ranks a..a+r-1."""
+    """Return the bottleneck (n - f) max(t, x) + e + o, in seconds, of stage i:j on ranks a..a+r-1."""
     kind = p.kind_of[a, r]
     period = p.seconds[kind, i, j]
     if r > 1 and p.pass_bytes[i, j] > 0.0:
@@ -157,14 +161,14 @@ def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
 
 @compiled
 def static_of(p: SlicingProblem, i: int, j: int, r: int) -> float:
-    """Return the static bytes on a rank of stage i:j with r replicas."""
+    """Return the bytes that a rank of stage i:j with r replicas holds all the time, such as parameters and states."""
     alone = p.alone_bytes[i, j] if r > 1 else 0.0
     return float(p.static_bytes[i, j] - alone - p.shared_bytes[i, j] * (1.0 - 1.0 / parts_of(p, r)))
 
 
 @compiled
 def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
-    """Return the bytes of a rank of stage i:j on ranks a..a+r-1."""
+    """Return the most bytes that a rank of stage i:j on ranks a..a+r-1 needs at one moment."""
     rounds = (p.num_microbatches + r - 1) // r
     each, gradients = p.flight_bytes[i, j] + p.leaving_bytes[i, j], p.exchange_bytes[i, j]
     static = static_of(p, i, j, r) + rounds * p.input_bytes[i, j] + p.beside_bytes[i, j]
@@ -182,9 +186,9 @@ def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
 
 @compiled
 def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: SlicingTables) -> float:
-    """Fill the tables for a threshold; ``choices`` are the allowed numbers of replicas, ascending.
+    """Fill the tables for the threshold ``theta``; ``choices`` are the allowed numbers of replicas, ascending.
 
-    Return a threshold above ``theta`` below which nothing changes (infinite if nothing was refused for ``theta``).
+    Return the next threshold (above ``theta``) at which the tables may change; infinite if no stage exceeded ``theta``.
     """
     sums, before, after = tables.sums, tables.before, tables.after
     num_layers, num_ranks, num_stages = p.static_bytes.shape[0], p.kind_of.shape[0], sums.shape[0] - 1
@@ -286,7 +290,11 @@ def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """Stages of layers ``bounds[s]`` with ``replicas[s]`` ranks each; seconds by the closed form, and its two terms."""
+    """A slicing: stage s has the layers ``bounds[s]`` (first, end) on ``replicas[s]`` ranks.
+
+    ``seconds`` is the closed-form step time: ``sum_s`` (the first microbatch through all stages) + ``bottleneck_s``
+    (the rest of the busiest stage).
+    """
 
     bounds: tuple[tuple[int, int], ...]
     replicas: tuple[int, ...]
@@ -330,10 +338,11 @@ def solve_slicing(
     num_stages: int | None = None,
     cutoff_s: float = np.inf,
 ) -> Slicing | None:
-    """Return the cheapest slicing that fits and uses every rank; None if there is no slicing below ``cutoff_s``.
+    """Return the slicing with the shortest step that fits into memory and uses every rank.
 
-    ``replicas`` are the allowed numbers of replicas of a stage (default: any), ``num_stages`` the number of stages
-    (default: any). The result is exact up to rounding, and deterministic.
+    Returns None if no slicing takes less than ``cutoff_s`` seconds. ``replicas`` are the allowed numbers of replicas of
+    a stage (default: any), ``num_stages`` is the number of stages (default: any). The result is exact up to rounding,
+    and deterministic.
     """
     most = min(problem.num_ranks, problem.num_microbatches)
     choices = np.array(sorted({r for r in replicas or range(1, most + 1) if 1 <= r <= most}), np.int64)

@@ -5,12 +5,12 @@ combination of the first three, two kinds of slicing problems are solved:
 
 - **equal**: for every R that divides the ranks, D / R stages of R replicas each (R = D is data parallelism, R = 1 a
   pipeline without replicas);
-- **unequal**: any number of replicas per stage. It contains the equal ones, so only slicings about as cheap as the best
-  known one are searched; most of these problems end after a few bounds.
+- **unequal**: any number of replicas per stage. Since this includes the equal problems, only slicings about as fast as
+  the best known one are searched; most of these problems end after a few bounds.
 
-The best slicing of each problem becomes a candidate with the closed form of `slicing` as its estimate. For a user's own
-schedule, the closed form and, in unequal problems, the microbatches in flight (those of 1F1B) are assumptions that only
-choose and order candidates; the reported figures are simulated.
+The best slicing of each problem becomes a candidate; its estimate is the closed form of `slicing`. For your own
+schedule, the closed form and (in unequal problems) the microbatches in flight, those of 1F1B, are only assumptions to
+choose and order candidates; the reported step times and memory are simulated.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class _Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
-    """A plan of a space's local graph with its closed-form seconds per step, and its search."""
+    """The best plan of one slicing problem.
+
+    ``plan`` is for a team's local graph. ``estimate_s`` is its closed-form step time. ``found_in`` is the problem, and
+    ``search`` can solve it again.
+    """
 
     plan: Plan
     estimate_s: float
@@ -67,18 +71,18 @@ class PlanCandidate:
 
     @property
     def whole(self) -> Plan:
-        """The plan of the whole graph."""
+        """The same plan for the whole graph."""
         return self.search.space.whole(self.plan)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of devices, the size of the teams, and the replicas per stage."""
+        """A tuple of the number of devices, the number of devices per team, and the replicas of each stage."""
         setting = self.search.space.setting
         return setting.num_devices, setting.sharding.width, *(len(stage.ranks) for stage in self.plan.stages)
 
 
 class CandidateSearch:
-    """Solve the problems of one space under some schedules; keeps what they share."""
+    """Solves all slicing problems of one space (setting) under the given schedules, and caches what they share."""
 
     def __init__(self, space: Space, schedules: Sequence[str], state: SearchState) -> None:
         self.space, self._state = space, state
@@ -88,9 +92,9 @@ class CandidateSearch:
         self._beside: dict[_Search, NDArray[np.float64]] = {}
 
     def run(self, best_s: float = math.inf) -> list[PlanCandidate]:
-        """Return all candidates, cheapest estimate first; equal estimates in the order of the search.
+        """Return all candidates, the shortest estimate first; equal estimates in the order of the search.
 
-        ``best_s`` is a known step time that candidates must approach.
+        ``best_s`` is the best known step time in seconds; much slower candidates are left out.
         """
         found: list[PlanCandidate] = []
         for size in self._sizes("slice into equal replicas"):
@@ -117,7 +121,7 @@ class CandidateSearch:
 
     @property
     def num_covered(self) -> int:
-        """The number of slicings that the problems of this space cover."""
+        """The number of slicings among which the problems of this space choose."""
         sizes, schedules = self.space.microbatch_sizes, self._schedules
         pairs = list(product(sizes, schedules))
         searches = [search for size, name in pairs for search in (*self._equal(size, name), *self._unequal(size, name))]
@@ -195,11 +199,12 @@ class CandidateSearch:
         )
 
     def next_best(self, candidate: PlanCandidate, peak_bytes: Sequence[int]) -> PlanCandidate | None:
-        """Return the next plan of the same problem after a candidate that needs too much memory; None without one.
+        """Return the next plan of the same problem, after the simulation of a candidate exceeded memory.
 
-        Memory of a stage is a lower bound (`stage_bytes`) until a walk through its ops has found the exact bytes. This
-        call does that for the candidate's stages and stores the result for all problems of the microbatch size. What
-        the simulation needs in addition (transfers in flight) is stored for this problem only.
+        ``peak_bytes`` has the simulated bytes of each rank. Returns None if the problem has no other plan. Until now,
+        the bytes of stages were lower bounds (`stage_bytes`). This call computes the exact bytes of the candidate's
+        stages and stores them for all problems of the microbatch size. Further bytes of the simulation (transfers in
+        flight) are stored for this problem only.
         """
         search, plan = candidate.found_in, candidate.plan
         tables, problem = self.space.tables(search.size), self._problem(search)

@@ -1,4 +1,4 @@
-"""The method: candidates of all settings, the most promising simulated first, then other schedules for the best."""
+"""The method `slicing`: solve exactly, simulate the most promising plans, then try further schedules for the best."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ LEAST_SIMULATED = 8
 
 
 def slicing(problem: Problem, state: SearchState) -> Steps:
-    """Slice exactly, then simulate the most promising plans; the simulation decides about memory.
+    """Propose the plans of exact slicing, the most promising first; the simulation decides whether they fit.
 
-    Slicings are found for gpipe, 1f1b and user functions. Other schedules take the plans found for these (for 1f1b, if
-    none of them is allowed), with layers cut again if a rank holds several stages.
+    Slicings are computed for gpipe, 1f1b and your own functions. For all other schedules, the plans found are changed
+    (those for 1f1b if only other schedules are allowed); their layers are cut again if a rank gets several stages.
     """
     adopted = [name for name in problem.choices.schedules if _is_adopted(name)]
     searched = [name for name in problem.choices.schedules if name not in adopted]
@@ -52,18 +52,18 @@ def slicing(problem: Problem, state: SearchState) -> Steps:
 
 
 def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchState) -> list[PlanCandidate]:
-    """Return the best slicings of all settings, cheapest estimate first, and set the lower bound of the problem.
+    """Return the best slicings of all settings, the shortest estimate first; set the search's lower bound.
 
-    A setting whose bound is above the best known step on the same number of devices is skipped. Raises PlanError if all
-    settings have more ranks than the tables support.
+    A setting is skipped if its lower bound exceeds the best known step on the same number of devices. Raises PlanError
+    if all settings have more than `MAX_RANKS` ranks.
     """
     bounds = [(bound_space(space), index, space) for index, space in enumerate(problem.spaces())]
     small = [item for item in sorted(bounds) if item[2].num_ranks <= MAX_RANKS]
     if not small:
         raise PlanError(
             f"Exact slicing supports up to {MAX_RANKS:,} ranks, because its tables grow with their square, but the "
-            f"plans need {min(space.num_ranks for _, _, space in bounds):,}. Use --method grid, fewer devices, or "
-            "larger teams."
+            f"plans need {min(space.num_ranks for _, _, space in bounds):,}. Use --method grid, fewer devices, or a "
+            "larger --tensor, --context or --expert."
         )
     found: list[PlanCandidate] = []
     best_s: dict[int, float] = {}
@@ -134,21 +134,21 @@ def _lacks_hosts(candidate: PlanCandidate, plan: Plan) -> bool:
 
 
 class Shaped(Protocol):
-    """An item with a shape: the numbers of devices of its stages."""
+    """Interface: a candidate with a ``shape``, which tells different kinds of layouts apart."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of devices of each stage."""
+        """A tuple such as the number of devices of each stage."""
 
 
 Shape = TypeVar("Shape", bound=Shaped)
 
 
 def choose(candidates: Sequence[Shape], max_plans: int) -> Iterator[Shape]:
-    """Yield candidates, given cheapest first, in the order of simulation.
+    """Yield candidates, which are given fastest first, in the order in which to simulate them.
 
-    The first half of the places is for the cheapest ones. The second half is for the cheapest of every new shape
-    (replicas per stage), then for the rest.
+    The first half of ``max_plans`` are the fastest. Then follow the fastest of every further shape (replicas per
+    stage), and then the others.
     """
     first = list(candidates[: (max_plans + 1) // 2])
     yield from first
@@ -166,7 +166,7 @@ def choose(candidates: Sequence[Shape], max_plans: int) -> Iterator[Shape]:
 def num_instructions(plan: Plan) -> int:
     """Return the approximate number of instructions of a step.
 
-    Counted are forwards, backwards, and four transfers between neighbouring stages.
+    Per microbatch: a forward and a backward of each stage, and four sends and receives between neighbouring stages.
     """
     return plan.num_microbatches * (6 * len(plan.stages) - 4)
 
@@ -188,7 +188,7 @@ def _adopt_all(
 
 
 def adopt_whole(problem: Problem, plan: Plan, schedule: str, num_chunks: int) -> Plan:
-    """Return a plan of the whole graph under another schedule. Raises as `adopt_schedule`."""
+    """Return a plan of the whole graph under another schedule. Raises the errors of `adopt_schedule`."""
     graph = problem.graph_for(plan.microbatch_size)
     seen = form_teams(plan, graph, problem.cluster, problem.cost)
     local = adopt_schedule(seen.plan, schedule, seen.graph, seen.cost, num_chunks=num_chunks)
@@ -206,6 +206,6 @@ def _nothing_adopted(schedules: Sequence[str], errors: Sequence[MeshwrightError]
     if errors and not isinstance(errors[0], PlanError):
         return errors[0]
     return PlanError(
-        f"No plan that was found can follow {' or '.join(schedules)}, in its order or in memory. "
+        f"No plan that was found can follow the schedule {' or '.join(schedules)} or fits into memory under it. "
         f"{' '.join(str(error) for error in errors[:1])}".rstrip()
     )

@@ -1,9 +1,9 @@
-"""Unequal devices: which device gets which layers and how many microbatches.
+"""Plans for unequal devices: which device gets which layers and how many microbatches.
 
-`batch_shares`     microbatches in proportion to speed
-`mapping`          classes of equal devices, the groups of them for a stage, and stages to groups: exact for few classes
-`unequal_method`   small changes of a plan for a local search on the simulator, and all of these as one search method
-`virtual_workers`  HetPipe's pipelines of unequal devices, side by side in waves
+`batch_shares`     divide microbatches in proportion to speed
+`mapping`          assign stages to groups of devices; exact for few classes of equal devices
+`unequal_method`   improve plans by small changes on the simulator; the search method `unequal`
+`virtual_workers`  HetPipe: several pipelines of unequal devices that train in waves
 """
 
 from meshwright.planner.methods.unequal.batch_shares import optimal_shares

@@ -1,10 +1,9 @@
-"""How many microbatches does each of some unequal devices compute, so that all are done soonest?
+"""Divide M microbatches among unequal devices such that all of them finish as early as possible.
 
     minimise  max over devices d of  m_d t_d        over whole m_d >= 1 with  Σ_d m_d = M
 
-Giving every next microbatch to the device that would be done with it first is optimal: no other way gives a device its
-m-th microbatch before all with an earlier end are given. `share_out` does so for groups of equal devices, and begins
-behind the last microbatch that the whole share M / Σ 1/t_d can not miss.
+It is optimal to give each microbatch in turn to the device that would finish it first. `share_out` does this for groups
+of equal devices; it starts from the shares M / Σ 1/t_d, rounded down, to skip most of the turns.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ Integers = NDArray[np.int64]
 
 
 def optimal_shares(seconds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
-    """Return microbatches of each device; ``seconds`` are those of one microbatch on it.
+    """Return the number of microbatches of each device; ``seconds`` are those of one microbatch on each.
 
-    Of equal devices the first ones get more. Raises PlanError for fewer microbatches than devices, or for seconds that
-    are not positive.
+    Among equal devices the first ones get more. Raises PlanError for fewer microbatches than devices, or for seconds
+    that are not positive.
     """
     if num_microbatches < len(seconds) or not all(0 < item < np.inf for item in seconds):
         raise PlanError(
             f"{num_microbatches} microbatches cannot be divided among {len(seconds)} devices that take {list(seconds)} "
-            "s for each; expected at least one for each device, and positive times."
+            "s per microbatch; expected at least one microbatch for each device, and positive times."
         )
     times, one_each = np.array(seconds, np.float64), np.ones(len(seconds), np.int64)
     most = np.empty(len(seconds), np.int64)
@@ -42,10 +41,10 @@ def optimal_shares(seconds: Sequence[float], num_microbatches: int) -> tuple[int
 
 @compiled
 def share_out(counts: Integers, seconds: Floats, num_microbatches: int, most: Integers) -> int:
-    """Share microbatches among ``counts[k]`` devices that take ``seconds[k]`` each; both of shape (kinds,).
+    """Divide microbatches among ``counts[k]`` devices that take ``seconds[k]`` per microbatch; shapes (kinds,).
 
-    Fills ``most`` with what a device of each kind gets at most. Returns how many devices of the kind that was raised
-    last get one less. There must be a microbatch for each device.
+    Writes the most microbatches that a device of each kind gets into ``most`` (kinds,). Returns how many devices of the
+    kind that was increased last get one less. ``num_microbatches`` must be at least the number of devices.
     """
     num_kinds = len(counts)
     left = num_microbatches

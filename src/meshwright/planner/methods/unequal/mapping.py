@@ -12,13 +12,15 @@ a mapping costs, as a slicing does,
 
     f · sum over stages (t + x)  +  max over stages (max_d m_d max(t_d, x) - f max(t, x) + e + o)
 
-with f = 1 in training, f = 0 in inference. A device fits if what `slicing` adds up for m_d microbatches is within its
-own memory; with 1F1B min(m_d, 1 + ceil(b m_d / M)) of them are in flight, b the devices of the stages behind.
+with f = 1 in training, f = 0 in inference. A stage fits on a device if the memory that `slicing` computes for m_d
+microbatches is within the device's memory; with 1F1B, min(m_d, 1 + ceil(b m_d / M)) microbatches are in flight, with b
+the devices of the later stages.
 
-The method. `slicing` keeps devices in one order and asks how many each stage takes. Here the state is the layers and
-devices that are left of each class, and the group before as far as it determines the link over which values come. All
-orders of the devices are covered, for every threshold on the second term (`thresholds.minimise_over_thresholds`). With
-counts n_k of K classes there are Π (n_k + 1) states instead of Π n_k! orders.
+The method. `slicing` keeps devices in one order and chooses how many each stage takes. Here, a state consists of the
+remaining layers, the remaining devices of each class, and the classes of the group before, which determine the incoming
+link. This covers all orders of the devices, for every threshold on the second term
+(`thresholds.minimise_over_thresholds`). With counts n_k of K classes there are Π (n_k + 1) states instead of Π n_k!
+orders.
 
 Sources: Zheng et al., "Alpa" (OSDI 2022), section 5.2 (enumeration of the bottleneck); Park et al., "HetPipe" (ATC
 2020), section 7 (partition by the memory and speed of each device); Strati et al., "Sailor" (SOSP 2025), section 4
@@ -51,12 +53,15 @@ KEEPS_ONE, KEEPS_SOME, KEEPS_ALL = range(3)
 
 
 class MappingProblem(NamedTuple):
-    """L layers, K classes of devices, G groups of them, P different sets of classes, E links.
+    """The input of `solve_mapping`: L layers, K classes of devices, G groups, P sets of classes, E links.
 
-    Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1), ``kind_of`` and ``memory_limit`` (K,);
-    ``*_bytes`` (L, L + 1), but for ``most_bytes`` (2, L, L + 1, 4), all as in `SlicingProblem`; ``counts`` (G, K),
-    ``set_of`` (G,), ``latency_s`` and ``bucket_s`` (G,); ``link_of`` (P, P) from a set to a set, ``transfer_s`` (E, L),
-    zero for layer 0. ``sizes`` (K,) are the devices of each class. ``zero`` is 0 or 1.
+    As in `SlicingProblem`: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), but
+    ``most_bytes`` (2, L, L + 1, 4); ``transfer_s`` (E, L), zero for layer 0.
+
+    By class, (K,): ``kind_of``, ``memory_limit``, ``sizes`` (numbers of devices). By group: ``counts`` (G, K), its
+    devices of each class; ``set_of`` (G,), its set of classes; ``latency_s`` and ``bucket_s`` (G,), seconds to reduce a
+    byte and a bucket. ``link_of`` (P, P): the link from one set to another. ``keeps``: microbatches in flight, one of
+    `KEEPS_ONE`, `KEEPS_SOME`, `KEEPS_ALL`. ``zero`` is 0 or 1.
     """
 
     num_microbatches: int
@@ -88,16 +93,17 @@ class MappingProblem(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, L."""
+        """The number of layers, L."""
         return len(self.static_bytes)
 
 
 class StageTable(NamedTuple):
-    """What a stage i:j on group g costs, entry [g, i, j], shape (G, L, L + 1).
+    """Estimates of every stage i:j on every group g, entry [g, i, j], shape (G, L, L + 1).
 
-    ``first_s`` is the microbatch of its fastest device, ``busy_s`` all that the busiest one computes, ``most`` the
-    microbatches of the device that has most, ``rest_s`` exchange and optimizer; ``fits``, entry [g, i, j, b], whether
-    all its devices have the memory if the stages behind it have b devices.
+    ``first_s``: seconds of one microbatch on the fastest device. ``busy_s``: seconds of all microbatches on the busiest
+    device. ``most``: the largest number of microbatches of a device. ``rest_s``: seconds of gradient reduction (as far
+    as exposed) and optimizer. ``fits`` (G, L, L + 1, devices + 1), entry [g, i, j, b]: whether the stage fits on all
+    its devices if the later stages have b devices.
     """
 
     first_s: Floats
@@ -108,11 +114,12 @@ class StageTable(NamedTuple):
 
 
 class MappingTables(NamedTuple):
-    """The tables of one threshold, (states, L + 1, P).
+    """The tables of the dynamic program, which are filled again for each threshold.
 
-    ``following`` (states, G): the state after each group is taken, -1 for none.
-
-    ``left`` (states,) are the devices of each state; the last state has all of them.
+    Shape (states, L + 1, P), entry [remaining devices, first remaining layer, set of the group before]: ``sums``, the
+    least sum in seconds; ``stops``, the end of the next stage; ``takes``, its group. ``following`` (states, G): the
+    state after a group is taken, -1 if that is impossible. ``left`` (states,): the number of remaining devices; the
+    last state has all devices.
     """
 
     sums: Floats
@@ -124,7 +131,7 @@ class MappingTables(NamedTuple):
 
 @compiled
 def estimate_stages(p: MappingProblem) -> StageTable:
-    """Return the estimates of all stages on all groups."""
+    """Return the estimates of all stages on all groups; groups of more devices than microbatches do not fit."""
     num_groups, num_layers = len(p.counts), len(p.static_bytes)
     shape = (num_groups, num_layers, num_layers + 1)
     table = StageTable(
@@ -190,9 +197,9 @@ def _find_fits(p: MappingProblem, g: int, i: int, j: int, most: Integers, fits: 
 
 @compiled
 def in_flight_of(p: MappingProblem, count: int, behind: int) -> int:
-    """Return the microbatches in flight on a device that has ``count`` of all, and ``behind`` devices after it.
+    """Return the microbatches in flight on a device that computes ``count`` of M, with ``behind`` devices after it.
 
-    With 1F1B it is given one of M / count microbatches, and keeps those that the ones behind it work on.
+    With 1F1B, it computes every (M / count)-th microbatch, and keeps those that the devices behind it work on.
     """
     if p.keeps == KEEPS_ONE:
         return 1
@@ -203,7 +210,10 @@ def in_flight_of(p: MappingProblem, count: int, behind: int) -> int:
 
 @compiled
 def memory_of(p: MappingProblem, g: int, i: int, j: int, count: int, in_flight: int) -> float:
-    """Return the bytes of a device with ``count`` microbatches of stage i:j on group g, ``in_flight`` in flight."""
+    """Return the most bytes on a device of stage i:j on group g at one moment.
+
+    The device computes ``count`` microbatches, of which ``in_flight`` are in flight at once.
+    """
     num_ranks = p.counts[g].sum()
     static = p.static_bytes[i, j] - p.shared_bytes[i, j] * (1.0 - 1.0 / num_ranks)
     static += count * p.input_bytes[i, j] + p.beside_bytes[i, j]
@@ -217,7 +227,10 @@ def memory_of(p: MappingProblem, g: int, i: int, j: int, count: int, in_flight: 
 
 @compiled
 def bottleneck_of(p: MappingProblem, table: StageTable, g: int, i: int, j: int, transfer: float) -> float:
-    """Return the seconds of the stage beyond its first microbatch."""
+    """Return the seconds of stage i:j on group g after its first microbatch, including reduction and optimizer.
+
+    ``transfer``: seconds per microbatch to receive its input and return the gradient.
+    """
     first = max(table.first_s[g, i, j], transfer)
     busy = max(table.busy_s[g, i, j], table.most[g, i, j] * transfer)
     return float(busy - p.num_fills * first + table.rest_s[g, i, j])
@@ -231,9 +244,9 @@ def bottleneck_of(p: MappingProblem, table: StageTable, g: int, i: int, j: int, 
 # class; h: the group before, of which only the classes matter, since they determine over which link x comes.
 @compiled
 def fill_tables(p: MappingProblem, stages: StageTable, theta: float, tables: MappingTables) -> float:
-    """Fill the tables for a threshold.
+    """Fill the tables for the threshold ``theta``.
 
-    Returns a threshold above ``theta`` below which nothing changes (infinite if nothing was refused for ``theta``).
+    Return the next threshold (above ``theta``) at which the tables may change; infinite if no stage exceeded ``theta``.
     """
     num_layers, num_states = len(p.static_bytes), len(tables.left)
     tables.sums[:] = np.inf
@@ -279,7 +292,7 @@ def _extend(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClass:
-    """Interchangeable devices: their kind by name, their ranks, and how many share a node."""
+    """Interchangeable devices: the name of their kind, their ranks, and how many of them are in one node."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -287,12 +300,15 @@ class DeviceClass:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of devices of the class."""
         return len(self.ranks)
 
 
 def find_classes(cluster: Cluster, *, merged: bool = False) -> tuple[DeviceClass, ...]:
-    """Return the classes of a cluster's devices, in the order of their first ranks."""
+    """Return the classes of a cluster's devices, in the order of their first ranks.
+
+    A class has the devices of one kind in one node; with ``merged``, in all nodes that differ only in their names.
+    """
     columns = cluster.columns()
     nodes = columns.node_kind if merged else columns.node
     members: dict[tuple[int, int], list[int]] = {}
@@ -309,7 +325,7 @@ def find_classes(cluster: Cluster, *, merged: bool = False) -> tuple[DeviceClass
 
 
 def count_states(classes: Sequence[DeviceClass]) -> int:
-    """Return the number of ways in which devices of the classes can remain."""
+    """Return the number of possible numbers of remaining devices by class: the states of the dynamic program."""
     return prod(item.size + 1 for item in classes)
 
 
@@ -324,7 +340,7 @@ def count_states(classes: Sequence[DeviceClass]) -> int:
 # Nodes that differ only in their names may be **merged**: their devices of one kind are then one class, which has fewer
 # states; a group that fills more than one such node is estimated with the link between nodes.
 def find_groups(cluster: Cluster, classes: Sequence[DeviceClass], most: int) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of at most ``most`` devices that a stage may get, each as counts by class."""
+    """Return the groups of at most ``most`` devices on which a stage may run, each as numbers of devices by class."""
     found: dict[tuple[int, ...], None] = {}
     for index, item in enumerate(classes):
         for count in range(1, item.size + 1):
@@ -363,7 +379,11 @@ MAX_ENTRIES = 4_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapping:
-    """Stages of layers ``bounds[s]`` on groups ``groups[s]`` of the problem; seconds and their two terms."""
+    """The result of `solve_mapping`: stage s has the layers ``bounds[s]`` (first, end) on group ``groups[s]``.
+
+    ``seconds`` is the closed-form step time: ``sum_s`` (the first microbatch through all stages) + ``bottleneck_s``
+    (the rest of the busiest stage).
+    """
 
     bounds: tuple[tuple[int, int], ...]
     groups: tuple[int, ...]
@@ -373,9 +393,10 @@ class Mapping:
 
 
 def solve_mapping(problem: MappingProblem, *, cutoff_s: float = np.inf) -> Mapping | None:
-    """Return the cheapest mapping that fits, uses every device and costs less than ``cutoff_s``; None without one.
+    """Return the mapping with the shortest step that fits into memory and uses every device.
 
-    Exact up to rounding, and the same for the same input. Raises PlanError for more states than `MAX_ENTRIES` allows.
+    Returns None if no mapping takes less than ``cutoff_s`` seconds. The result is exact up to rounding, and
+    deterministic. Raises PlanError if the tables would have more than `MAX_ENTRIES` entries.
     """
     tables = make_tables(problem)
     stages = estimate_stages(problem)
@@ -388,17 +409,20 @@ def solve_mapping(problem: MappingProblem, *, cutoff_s: float = np.inf) -> Mappi
 
 
 def num_entries(num_layers: int, sizes: Sequence[int], num_sets: int) -> int:
-    """Return the number of entries of the tables of a problem."""
+    """Return the number of entries in the tables of a problem.
+
+    ``sizes``: numbers of devices by class. ``num_sets``: P, the number of sets of classes.
+    """
     return int(np.prod(np.asarray(sizes, np.float64) + 1)) * (num_layers + 1) * num_sets
 
 
 def make_tables(problem: MappingProblem) -> MappingTables:
-    """Return empty tables for a problem, and which state follows which. Raises PlanError for too many states."""
+    """Return tables of the right shapes for a problem. Raises PlanError for more than `MAX_ENTRIES` entries."""
     num_sets = len(problem.link_of)
     if num_entries(problem.num_layers, problem.sizes.tolist(), num_sets) > MAX_ENTRIES:
         raise PlanError(
-            f"{problem.sizes.tolist()} devices of {len(problem.sizes)} classes were given for {problem.num_layers} "
-            f"layers; the exact mapping keeps up to {MAX_ENTRIES:,} sums. Merge classes, or layers."
+            f"{problem.sizes.tolist()} devices of {len(problem.sizes)} classes and {problem.num_layers} layers are too "
+            f"many for the exact mapping, whose tables have at most {MAX_ENTRIES:,} entries. Merge classes or layers."
         )
     states = np.array(list(product(*(range(size + 1) for size in problem.sizes.tolist()))), np.int64)
     strides = np.cumprod([1, *(problem.sizes[::-1] + 1)])[-2::-1]

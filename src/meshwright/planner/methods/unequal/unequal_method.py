@@ -1,8 +1,9 @@
-"""The method for unequal devices (`unequal`): the best mappings, simulated; then small changes of the best plan.
+"""The method `unequal`, for unequal devices: simulate the best mappings, then make small changes of the best plans.
 
-For every microbatch size and schedule several problems are solved: with all groups of devices, and with those of R
-devices alone, for every R that divides their number; the closed form does not see everything that the simulator does.
-On devices that are all equal it proposes nothing: exact slicing has all orders of equal devices already.
+For every microbatch size and schedule, several mapping problems are solved: with groups of any number of devices, and
+with groups of exactly R devices for every R that divides the number of devices. This yields varied plans, because the
+closed form ignores some effects that the simulator includes. If all devices are equal, the method proposes nothing:
+`slicing` covers this case.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from meshwright.spec.schedules import BASIC_SCHEDULES
 #
 # If devices change places or layers move, the microbatches of the changed stages are divided again.
 def neighbours(space: Space, plan: Plan) -> Iterator[Plan]:
-    """Yield plans that differ from one by one change."""
+    """Yield plans that differ from ``plan`` by one small change."""
     plan = replace(plan, stages=as_chain(plan.stages))
     changed = (*_reordered(plan.stages), *moved_boundaries(plan.stages), *_swapped_devices(space, plan.stages))
     for stages in changed:
@@ -139,17 +140,20 @@ class _Candidate:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices of each class, stage by stage."""
+        """For each stage, its number of devices of each class."""
         return tuple(self.devices.groups[group] for group in self.mapping.groups)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The same in one row."""
+        """The entries of ``groups`` in one tuple."""
         return tuple(count for group in self.groups for count in group)
 
 
 def unequal(problem: Problem, state: SearchState) -> Steps:
-    """Propose mappings of stages to unequal devices with shares by speed, then changes of the best plan."""
+    """Propose mappings of stages to unequal devices, then small changes of the best plans.
+
+    Replicas get microbatches in proportion to their speed. Proposes nothing if all devices are equal.
+    """
     candidates = sorted(_candidates(problem, state), key=lambda item: item.mapping.seconds)
     found: list[tuple[RankedPlan, Space]] = []
     wanted = max(PLANS_PER_ANSWER * max(state.max_plans, LEAST_SIMULATED), LEAST_PLANS)

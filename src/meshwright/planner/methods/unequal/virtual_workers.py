@@ -1,25 +1,24 @@
-"""HetPipe (`form_workers`): unequal devices in virtual workers, each a pipeline; workers train in waves, in parallel.
+"""HetPipe (`form_workers`): unequal devices form virtual workers, each a pipeline; workers train in waves, in parallel.
 
-`make_mapping_problem` makes the mapping problems of its pipelines. Which devices form a worker is a **policy** (section
-5 of the paper):
+A **policy** decides which devices form a worker (section 5 of the paper):
 
     node        node partition: every node is a worker, of equal devices; workers may be unequal
     equal       equal distribution: every worker gets the same number of devices of each node and kind
-    hybrid      nodes are paired, the fastest with the slowest, and what a pair has is distributed equally in it
+    hybrid      nodes are paired, the fastest with the slowest; equal distribution within each pair
 
-Within a worker every device is a stage: which, and with how many layers, is an exact mapping (`mapping`) for the
-bottleneck alone, since the pipeline is asynchronous. A minibatch takes t + x and the optimizer's step on each device,
-for a worker updates its weights after each; a device keeps as many copies of its weights as the worker has stages
-(`docs/concepts/asynchronous.md`). With bounded staleness no worker is more than D waves ahead of another, so in the
-long run a wave takes all workers as long as the slowest
+Within a worker, every device is a stage. Their order and layers are an exact mapping (`mapping`,
+`make_mapping_problem`) for the bottleneck alone, since the pipeline is asynchronous. A worker updates its weights after
+each minibatch, so a minibatch takes t + x and the optimizer's step o on each device. A device keeps one copy of its
+weights per stage of the worker (`docs/concepts/asynchronous.md`). With bounded staleness, no worker is more than D
+waves ahead of another. So in the long run, a wave of n minibatches per worker takes
 
-    wave = n · max over workers of max over devices (t + x + o)           n minibatches of each worker
+    wave = n · max over workers of max over devices (t + x + o)
 
-and the sums of the wave run during the next minibatches, if D is at least 1.
+seconds. If D is at least 1, the gradients of a wave are reduced during the next minibatches.
 
-A plan has the same cuts for all replicas, so only equal distribution is one: stage s has the s-th device of each
-worker, under the schedule `hetpipe`. For the others a plan would need cuts for each replica, and sums of gradients over
-replicas by parameter instead of by stage.
+A plan has the same cuts for all replicas, so only equal distribution can be expressed as a plan: stage s has the s-th
+device of each worker, under the schedule `hetpipe`. The other policies would need different cuts for each replica, and
+gradient reductions by parameter instead of by stage.
 
 Source: Park et al., "HetPipe" (USENIX ATC 2020), sections 4 to 7.
 """
@@ -65,11 +64,12 @@ MAX_STATES = 2_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClasses:
-    """The classes of a space's devices, the groups of them, and what these groups mean for links.
+    """The devices for a mapping: classes of equal devices, groups of them, and the links between groups.
 
-    ``set_of`` has the set of classes of each group; ``link_of`` the link between two sets, of which ``links`` has a
-    pair of ranks (twice the same for no link). ``latency_s`` and ``bucket_s`` are the seconds in which a group sums a
-    byte and a bucket.
+    ``groups`` are numbers of devices by class. ``set_of`` has the set of classes of each group. ``link_of[a][b]`` is
+    the index in ``links`` of the slowest link from set a to set b; ``links`` has a pair of ranks for each link (the
+    same rank twice: no link). ``latency_s`` and ``bucket_s`` have the seconds in which each group all-reduces one byte
+    and one bucket.
     """
 
     classes: tuple[DeviceClass, ...]
@@ -81,7 +81,10 @@ class DeviceClasses:
     bucket_s: tuple[float, ...]
 
     def of_sizes(self, num_ranks: int) -> DeviceClasses | None:
-        """Return the same with groups of ``num_ranks`` devices alone; None if these cannot use all devices."""
+        """Return the same classes with only the groups of ``num_ranks`` devices.
+
+        Returns None if some class is in none of these groups.
+        """
         chosen = [index for index, group in enumerate(self.groups) if sum(group) == num_ranks]
         met = [any(self.groups[index][k] for index in chosen) for k in range(len(self.classes))]
         if not all(met):
@@ -95,7 +98,7 @@ class DeviceClasses:
         )
 
     def ranks(self, groups: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the ranks for stages on these groups: of each class the next ones."""
+        """Return the ranks of each stage for stages on these groups, taking the ranks of every class in order."""
         taken = [0] * len(self.classes)
         found = []
         for group in groups:
@@ -108,7 +111,10 @@ class DeviceClasses:
 
 
 def find_devices(space: Space, ranks: Sequence[int] | None = None) -> DeviceClasses:
-    """Return the devices of a space, or some of them; alike nodes are merged if there are too many states."""
+    """Return the devices of a space for a mapping, or only some ``ranks``.
+
+    With more than `MAX_STATES` states, nodes that differ only in their names are merged.
+    """
     chosen = range(space.num_ranks) if ranks is None else ranks
     classes = _classes(space, chosen, merged=False)
     if count_states(classes) > MAX_STATES:
@@ -137,7 +143,7 @@ def find_devices(space: Space, ranks: Sequence[int] | None = None) -> DeviceClas
 
 
 def are_equal(space: Space) -> bool:
-    """Return whether all devices of a space are alike, and all their links."""
+    """Return whether all devices of a space, and all links between them, are equal."""
     cluster = space.cluster
     return (
         len(_classes(space, range(space.num_ranks), merged=True)) == 1 and cluster.racks is None and not cluster.paths
@@ -180,9 +186,10 @@ def _slowest_pair(
 def make_mapping_problem(
     space: Space, size: int, schedule: str, devices: DeviceClasses, beside: NDArray[np.float64]
 ) -> MappingProblem:
-    """Return the arrays of a mapping problem: stages of a space at one microbatch size, on its classes of devices.
+    """Return the mapping problem of a space at one microbatch size (``size``) under a schedule.
 
-    ``beside`` (L, L + 1) are bytes that only a simulation showed.
+    ``devices`` are the classes and groups on which stages may run. ``beside`` (L, L + 1): bytes of each stage that only
+    simulations revealed.
     """
     tables = space.tables(size)
     kinds = tuple(dict.fromkeys(item.kind for item in devices.classes))
@@ -227,7 +234,7 @@ def make_mapping_problem(
 
 
 def plan_mapping(space: Space, size: int, schedule: str, devices: DeviceClasses, mapping: Mapping) -> Plan:
-    """Return a mapping as a plan of the space's local graph."""
+    """Return the plan of a mapping, for a team's local graph; ``size`` is the microbatch size."""
     ranks = devices.ranks(mapping.groups)
     stages = tuple(
         StagePlan(start=start, stop=stop, ranks=own, shares=share_stage(space, size, (start, stop), own))
@@ -237,7 +244,10 @@ def plan_mapping(space: Space, size: int, schedule: str, devices: DeviceClasses,
 
 
 def share_stage(space: Space, size: int, layers: tuple[int, int], ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the best shares of a stage's replicas; none if they are equally fast, or if no shares are faster."""
+    """Return how many microbatches each replica of a stage computes, in proportion to speed.
+
+    ``layers`` are the first layer and the end of the stage. The result is empty if equal shares are as good.
+    """
     tables = space.tables(size)
     seconds = [float(tables.seconds[space.cluster.device_kind(rank).name].total[layers]) for rank in ranks]
     if len(set(seconds)) == 1 or min(seconds) <= 0:
@@ -253,7 +263,10 @@ POLICIES: tuple[Policy, ...] = ("node", "equal", "hybrid")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualWorker:
-    """A pipeline: stage s has the layers ``bounds[s]`` on rank ``ranks[s]``; seconds from minibatch to minibatch."""
+    """A pipeline of single devices: stage s has the layers ``bounds[s]`` (first, end) on rank ``ranks[s]``.
+
+    ``minibatch_s``: seconds per minibatch in the steady state.
+    """
 
     ranks: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
@@ -262,7 +275,7 @@ class VirtualWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualWorkers:
-    """All workers of a policy, with ``wave`` minibatches each from sum to sum."""
+    """All workers of a policy; each computes ``wave`` minibatches between two reductions of gradients."""
 
     policy: Policy
     workers: tuple[VirtualWorker, ...]
@@ -270,11 +283,11 @@ class VirtualWorkers:
 
     @property
     def wave_s(self) -> float:
-        """Seconds of a wave: those of the slowest worker, for which all others wait at its end."""
+        """Seconds of a wave, which are those of the slowest worker."""
         return self.wave * max(worker.minibatch_s for worker in self.workers)
 
     def explain(self, cluster: Cluster) -> str:
-        """Return the time of a wave, and a line with the devices and layers of each worker."""
+        """Return printable lines: the time of a wave, then the devices and layers of each worker."""
         lines = [f"{len(self.workers)} virtual workers ({self.policy}), a wave of {self.wave} minibatches each takes"]
         lines[0] += f" {format_seconds(self.wave_s)}."
         for worker in self.workers:
@@ -282,15 +295,15 @@ class VirtualWorkers:
                 f"{cluster.device_kind(rank).name} (rank {rank}) {start}:{stop}"
                 for rank, (start, stop) in zip(worker.ranks, worker.bounds, strict=True)
             )
-            lines.append(f"{format_seconds(worker.minibatch_s)} for a minibatch: {stages}")
+            lines.append(f"{format_seconds(worker.minibatch_s)} per minibatch: {stages}")
         return "\n".join(lines)
 
 
 def allocate(cluster: Cluster, policy: Policy, num_workers: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each virtual worker.
+    """Return the ranks of each virtual worker under a policy.
 
-    ``num_workers``: number of workers; in hybrid, of a pair of nodes. By default as many equal workers as possible.
-    Raises PlanError for nodes or numbers of workers that do not divide evenly.
+    ``num_workers``: the number of workers (policy hybrid: per pair of nodes), by default the largest possible; the
+    policy node ignores it. Raises PlanError if nodes or devices cannot be divided evenly.
     """
     nodes: dict[int, list[int]] = {}
     for rank in range(cluster.num_ranks):
@@ -301,8 +314,8 @@ def allocate(cluster: Cluster, policy: Policy, num_workers: int | None = None) -
         return _distribute(cluster, range(cluster.num_ranks), num_workers)
     if len(nodes) % 2:
         raise PlanError(
-            f"The policy hybrid pairs nodes, but cluster {cluster.name!r} has {len(nodes)}; expected an even number. "
-            "Choose node or equal."
+            f"The policy hybrid pairs nodes, but cluster {cluster.name!r} has {len(nodes)} nodes; expected an even "
+            "number. Choose the policy node or equal."
         )
     kinds = {node: [cluster.device_kind(rank) for rank in own] for node, own in nodes.items()}
     speeds = {node: sum(max(k.peak_flops_per_s.values()) / k.slowdown for k in own) for node, own in kinds.items()}
@@ -321,23 +334,23 @@ def _distribute(cluster: Cluster, ranks: Sequence[int], num_workers: int | None)
     if whole % count:
         raise PlanError(
             f"{count} virtual workers cannot be formed of {', '.join(map(str, map(len, classes)))} devices of "
-            f"{len(classes)} classes; expected a number that divides {whole}."
+            f"{len(classes)} classes (nodes and kinds); expected a number of workers that divides {whole}."
         )
     return tuple(tuple(rank for own in classes for rank in own[worker::count]) for worker in range(count))
 
 
 def form_workers(space: Space, size: int, policy: Policy, *, num_workers: int | None = None) -> VirtualWorkers:
-    """Cut the layers for each worker of a policy; the space's minibatches are shared equally among the workers.
+    """Form the virtual workers of a policy, and cut the layers for each; all get the same number of minibatches.
 
-    Raises PlanError for devices that do not divide evenly, minibatches that do not divide, and workers on which the
-    layers do not fit.
+    ``size`` is the minibatch size. Raises PlanError if devices or minibatches cannot be divided evenly among workers,
+    or if the layers do not fit into the memory of a worker.
     """
     allocated = allocate(space.cluster, policy, num_workers)
     count = space.tables(size).num_microbatches
     if count % len(allocated):
         raise PlanError(
-            f"{count} minibatches of a step do not divide among {len(allocated)} virtual workers; expected a multiple. "
-            "Choose another size of minibatches."
+            f"{count} minibatches per step cannot be divided equally among {len(allocated)} virtual workers; expected "
+            f"a multiple of {len(allocated)}. Choose another minibatch size."
         )
     wave = count // len(allocated)
     known: dict[tuple[tuple[int, str], ...], tuple[int, VirtualWorker]] = {}
@@ -376,7 +389,10 @@ def _cut(space: Space, size: int, ranks: tuple[int, ...], wave: int) -> VirtualW
 
 
 def never_flushing(problem: MappingProblem, wave: int, num_stages: int) -> MappingProblem:
-    """Return the problem for the bottleneck of a pipeline that updates after every minibatch and stashes weights."""
+    """Return the problem for an asynchronous pipeline that updates after every minibatch and stashes weights.
+
+    ``wave``: minibatches of a worker per wave. Only the bottleneck counts; a stage keeps ``num_stages`` weight copies.
+    """
     return problem._replace(
         num_microbatches=wave,
         num_fills=0,
@@ -387,12 +403,15 @@ def never_flushing(problem: MappingProblem, wave: int, num_stages: int) -> Mappi
 
 
 def plan_workers(space: Space, size: int, workers: VirtualWorkers) -> Plan:
-    """Return the plan of workers that are alike, under the schedule `hetpipe`. Raises PlanError for others."""
+    """Return the plan of virtual workers under the schedule `hetpipe`; ``size`` is the minibatch size.
+
+    Raises PlanError if the workers have different cuts.
+    """
     cuts = {worker.bounds for worker in workers.workers}
     if len(cuts) > 1:
         raise PlanError(
-            f"The virtual workers of the policy {workers.policy} are cut in {len(cuts)} ways; a plan has the same cuts "
-            "for all replicas. Choose the policy equal."
+            f"The virtual workers of the policy {workers.policy} have {len(cuts)} different cuts of the layers; a plan "
+            "has the same cuts for all replicas. Choose the policy equal."
         )
     stages = tuple(
         StagePlan(start=start, stop=stop, ranks=tuple(worker.ranks[index] for worker in workers.workers))
