@@ -40,7 +40,7 @@ def test_people_read_a_table_and_a_verdict(planned):
         "priorities",
         "sharded",
         "servers",
-        "None of these ways beats",
+        "No compared exchange beats",
     ):
         assert words in out
     assert "mine.py:small_first" in out

@@ -109,7 +109,7 @@ def test_a_model_of_which_two_units_fit_is_planned_with_its_parameters_on_the_ho
 
 def test_hosts_without_room_are_named(run, described):
     _, out, error = run(*PLAN, "--cluster", described(2**20), "--offload", "optimizer=host", code=3)
-    assert "none into that of the nodes" in error
+    assert "not into the nodes' host memory or drives" in error
     assert "of 1 MiB" in error
     assert "Nearest plan" in out
 

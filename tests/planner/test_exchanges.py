@@ -76,7 +76,7 @@ def test_resnet_in_one_node_stays_as_it_is():
     assert not found.is_worth_it
     assert found.gain < 0.03
     assert "Stay with the plan" in found.explain()
-    assert "hides behind the backward" in found.explain()
+    assert "overlaps with the backward" in found.explain()
 
 
 def test_the_reason_is_what_bounds_the_step():
@@ -85,7 +85,7 @@ def test_the_reason_is_what_bounds_the_step():
         even_machines(2, rate / 2, latency_s=START_S / 2, flops_per_s=flops_per_s) for rate in (0.05e9, 12.5e9)
     )
     assert "fewer bytes or faster links" in compare_exchanges(plan, graph, slow, ("whole",)).explain()
-    assert "ready last is needed first" in compare_exchanges(plan, graph, even, ("whole", "priorities")).explain()
+    assert "ready last are needed first" in compare_exchanges(plan, graph, even, ("whole", "priorities")).explain()
 
 
 def test_a_plan_of_one_stage_is_cut_into_its_layers():

@@ -62,7 +62,7 @@ def test_what_fits_exactly_is_found(zero, offload, num_ranks):
 def test_hosts_without_room_leave_nothing():
     cluster = load_cluster("2xA100")
     small = replace(cluster, nodes=(replace(cluster.nodes[0], host_memory_bytes=2**20),))
-    with pytest.raises(NothingFitsError, match="none into that of the nodes") as raised:
+    with pytest.raises(NothingFitsError, match="not into the nodes' host memory or drives") as raised:
         search(Offload(optimizer="host"), 1, 2, small)
     assert raised.value.nearest.excess_bytes < 0
     assert not raised.value.nearest.fits

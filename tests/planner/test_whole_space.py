@@ -159,7 +159,7 @@ def test_hosts_are_taken_where_nothing_fits_the_devices_and_only_there():
     assert found.best.fits
     assert found.best.plan.offload in problem.choices.last_resorts
     assert problem.objection(found.best.plan) == ""
-    assert "Nothing fits in device memory alone" in found.explain()
+    assert "No plan fits into device memory alone" in found.explain()
     # Among what fits with any of them, it is the fastest.
     for away in problem.choices.last_resorts:
         try:

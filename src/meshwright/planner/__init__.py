@@ -1,11 +1,11 @@
 """Search the space of plans: numbers of stages, replicas and microbatches, the schedule, and the ranks of each stage.
 
-`whole_space` lists the choices of plans. `search_plans` asks the search methods (`methods`) for plans, simulates them
-(`evaluate`) and returns `Plans`, which explain themselves and say how far they may be from the optimum (`step_bounds`).
-`adopt_schedule` and `compare_schedules` put a plan under other schedules, `compare_exchanges` compares other gradient
-reductions, `find_order` searches for the fastest order of a plan's instructions. `replan` starts from a plan for the
-machines as they were. `place` instead puts every op on a device. `find_shares` says what each choice of the best plan
-gains.
+`whole_space` lists all choices that plans can combine. `search_plans` runs the search methods (`methods`), simulates
+the plans that they propose (`evaluate`) and returns `Plans`: the ranking, texts that explain it, and how far it may be
+from the optimum (`step_bounds`). `adopt_schedule` and `compare_schedules` change the schedule of a plan,
+`compare_exchanges` compares ways to reduce gradients, `find_order` searches for the fastest order of a plan's
+instructions. `replan` adapts a plan after the machines changed. `place` assigns single ops to devices. `find_shares`
+computes what each choice of the best plan gains.
 """
 
 from meshwright.planner.adoption import adopt_schedule

@@ -1,13 +1,14 @@
-"""Put a plan under another schedule: its ranks keep their order; its layers are cut again if the schedule needs it.
+"""Change the schedule of a plan: its ranks keep their order; its layers are cut again if the schedule needs it.
 
-With p positions in line, of R ranks each, the layers are cut into S stages such that the slowest stage is as fast as
-possible. A stage's time is that of a microbatch's forward and backward on the first rank's device kind:
+A pipeline has p positions, each with the R ranks that are replicas of each other. The layers are cut into S stages such
+that the slowest stage is as fast as possible. A stage's time is that of a microbatch's forward and backward on the
+device kind of rank 0. By the layout of the schedule:
 
     single        S = p     stage i on position i
     in turn       S = v·p   stage i on position i mod p
     v             S = 2p    stage i on position i, and stage 2p - 1 - i
     bidirectional S = p     stage i on position i and once more on position p - 1 - i (p even, R = 1)
-    a file        as its lines say; line i is position i (or rank i, if the file has a line for each rank)
+    order file    the stages of line i on position i (or on rank i, if the file has a line for each rank)
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ DEFAULT_CHUNKS = 2
 def adopt_schedule(
     plan: Plan, schedule: str | OwnSchedule, graph: Graph, cost: CostModel, *, num_chunks: int = DEFAULT_CHUNKS
 ) -> Plan:
-    """Return the plan under a schedule, with ``num_chunks`` stages on a rank where the schedule interleaves stages.
+    """Return the plan under another schedule.
 
-    Raises PlanError if the layout is impossible: stages with unequal numbers of replicas, fewer layers than stages, or
-    an odd number of stages in a bidirectional pipeline. Raises as `with_schedule`.
+    ``num_chunks``: the number of stages on each rank if the schedule interleaves stages. Raises PlanError if the stages
+    cannot be laid out: unequal numbers of replicas, fewer layers than stages, or an odd number of stages in a
+    bidirectional pipeline. Also raises the errors of `with_schedule`.
     """
     changed = with_schedule(plan, schedule)
     own = find_schedule(changed)
@@ -46,7 +48,7 @@ def adopt_schedule(
         return changed
     positions = _positions(plan)
     if len({len(ranks) for ranks in positions}) > 1:
-        raise _impossible(changed.schedule, "its stages have unlike numbers of replicas", "the same for all")
+        raise _impossible(changed.schedule, "its stages have different numbers of replicas", "the same number")
     size = len(positions)
     match layout:
         case "single":
@@ -58,7 +60,9 @@ def adopt_schedule(
         case _:
             if size % 2 or len(positions[0]) > 1:
                 raise _impossible(
-                    changed.schedule, f"it has {size} stages of {len(positions[0])} replicas", "an even number of 1"
+                    changed.schedule,
+                    f"it has {size} stages of {len(positions[0])} replicas",
+                    "an even number of stages without replicas",
                 )
             ranks = [(own[0], other[0]) for own, other in zip(positions, positions[::-1], strict=True)]
     return _deal_out(plan, changed, ranks, graph, cost)
@@ -73,7 +77,7 @@ def _follow_file(plan: Plan, changed: Plan, file: OrderFile, graph: Graph, cost:
         ranks = [positions[line] for (line,) in lines]
     else:
         raise _impossible(
-            changed.schedule, f"it has {plan.num_ranks} ranks", f"the {len(file.lines)} that have a line in the file"
+            changed.schedule, f"it has {plan.num_ranks} ranks", f"one rank per line of the file ({len(file.lines)})"
         )
     if ranks == [stage.ranks for stage in plan.stages]:
         return changed

@@ -1,4 +1,4 @@
-"""What the plans of a search may choose among, and one setting: the choices that decide a device's graph."""
+"""The choices that a search may combine (`Choices`), and one combination that fixes a device's graph (`Setting`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from meshwright.spec.sharding import UNSHARDED
 
 
 class Setting(NamedTuple):
-    """The choices that decide the graph and the memory of a device.
+    """One combination of the choices that decide the graph and the memory of a device.
 
-    ``recompute`` is a word or layers (`spec.read_recompute`).
+    ``num_devices`` is the number of devices that the plan uses, ``idle`` those that it leaves out, ``zero`` the ZeRO
+    stage. ``shard_size`` is the number of replicas that shard states among each other, 0 for all. ``recompute`` is a
+    word such as "full", or words for single layers (`spec.read_recompute`).
     """
 
     num_devices: int
@@ -33,15 +35,15 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What plans may choose among; a single value is fixed.
+    """The values that a search may use for each choice; a single value is fixed.
 
-    ``last_resorts`` are ways to offload that are used only if no plan fits without them. ``shard_sizes`` go with ZeRO 1
-    to 3 (`GradientExchange.shard_size`). If empty, ``num_devices`` means all devices of the cluster, ``num_stages`` any
-    number, and ``microbatch_sizes`` divisors of the batch. ``num_chunks`` are numbers of stages per rank for
-    interleaved schedules. ``idle`` are sets of devices to leave out (`Plan.idle`); plans use the first ``num_devices``
-    of the others. ``schedules`` are names, references ``path/to/file.py:function`` to your own functions, such
-    functions themselves, or order files; after construction they are names and references, and ``schedule_hashes``
-    holds the hashes of the files. Raises ScheduleReferenceError for a value that is not a schedule.
+    An empty ``num_devices`` means all devices of the cluster, an empty ``num_stages`` any number, and empty
+    ``microbatch_sizes`` all divisors of the batch. ``last_resorts`` are kinds of offload that are used only if no plan
+    fits without them. ``shard_sizes`` apply to ZeRO 1 to 3 (`GradientExchange.shard_size`). ``num_chunks`` are numbers
+    of stages per rank for interleaved schedules. ``idle`` are sets of devices to leave out (`Plan.idle`); of the
+    remaining devices, plans use the first ``num_devices``. ``schedules`` are names, order files, your own functions, or
+    references ``path/to/file.py:function``; after construction they are names and references, and ``schedule_hashes``
+    holds the hash of each file. Raises ScheduleReferenceError for a value that is not a schedule.
     """
 
     num_devices: tuple[int, ...] = ()
@@ -68,23 +70,27 @@ class Choices:
 
     @property
     def ways_to_offload(self) -> tuple[Offload, ...]:
-        """Return the ways to offload, followed by those that are used only if no plan fits without them."""
+        """All kinds of offload: ``offload``, then ``last_resorts``, without duplicates."""
         return tuple(dict.fromkeys((*self.offload, *self.last_resorts)))
 
     def allows_recompute(self, word: str) -> bool:
-        """Return whether a word is allowed: it is a choice, or names layers.
+        """Return whether the recompute setting ``word`` is allowed.
 
-        For layers, all of their words and "none" must be choices.
+        A setting is allowed if it is one of the choices. A setting for single layers, such as "op[1:5]", is also
+        allowed if "none" and all words that it uses are among the choices.
         """
         words = words_in_layers(word)
         return word in self.recompute or (bool(words) and {*words, "none"} <= {*self.recompute})
 
     def sharing(self) -> Iterator[tuple[ZeroStage, int]]:
-        """Yield ZeRO stages, each with a shard size (0 for ZeRO 0). Raises PlanError for shard sizes without ZeRO."""
+        """Yield every pair of a ZeRO stage and a shard size (0 for ZeRO 0).
+
+        Raises PlanError if shard sizes are given, but no ZeRO stage above 0.
+        """
         if not any(self.zero) and any(self.shard_sizes):
             raise PlanError(
                 f"A shard size of {max(self.shard_sizes)} was given without ZeRO, so replicas shard nothing; "
-                "expected ZeRO 1 to 3 with it. Add --zero 3, or leave the shard size out."
+                "expected ZeRO 1 to 3 with it. Add --zero 3, or leave --shard out."
             )
         for zero in self.zero:
             for size in self.shard_sizes if zero else (0,):

@@ -13,7 +13,11 @@ Stages = tuple[StagePlan, ...]
 
 
 def climb(start: RankedPlan, changes: Callable[[Plan], Iterable[Plan]], state: SearchState, *, most: int) -> Steps:
-    """Propose changes of the best plan so far, each once; simulate at most ``most`` plans."""
+    """Propose the ``changes`` of the best plan so far, and move on to the first that is faster and fits.
+
+    Stops if no change improves the plan, after ``most`` proposals, or when the time of the search is over. No plan is
+    proposed twice.
+    """
     best, improved = start, True
     tried = {start.plan}
     while improved:
@@ -32,7 +36,7 @@ def climb(start: RankedPlan, changes: Callable[[Plan], Iterable[Plan]], state: S
 
 
 def moved_boundaries(stages: Stages) -> Iterator[Stages]:
-    """Move one layer to the stage before or behind; the resulting stages are a chain without branches."""
+    """Yield the stages with one layer moved from a stage to its neighbour, as a chain without branches."""
     chain = as_chain(stages)
     for index in range(1, len(chain)):
         before, behind = chain[index - 1], chain[index]
@@ -43,5 +47,5 @@ def moved_boundaries(stages: Stages) -> Iterator[Stages]:
 
 
 def as_chain(stages: Stages) -> Stages:
-    """Return the stages without branches; ``feeds`` is valid for the original layers only."""
+    """Return the stages as a chain: without ``feeds``, which would be wrong once layers move."""
     return tuple(replace(stage, feeds=()) for stage in stages)

@@ -44,7 +44,7 @@ class NothingFitsError(NoFeasiblePlanError):
 
 
 def require_possible(problem: Problem) -> None:
-    """Raise PlanError or NoFeasiblePlanError if no plan can exist, however much memory there is."""
+    """Raise PlanError or NoFeasiblePlanError if no plan could exist even with unlimited memory."""
     chosen, everything = problem.choices, problem.cluster.num_ranks
     if not chosen.schedules:
         raise PlanError("No schedule was given; give at least one of gpipe, 1f1b and path/to/file.py:function.")
@@ -59,21 +59,21 @@ def require_possible(problem: Problem) -> None:
             raise PlanError(f"No {what} was given to choose from; give at least one.")
     if problem.aim == "latency" and problem.workload.kind != "inference":
         raise PlanError(
-            f"The least latency was requested for {problem.workload.kind}; expected inference, whose batches are "
-            "answered. Plan with --inference, or aim at throughput."
+            f"The aim latency was given for {problem.workload.kind}; expected inference, since only its batches have "
+            "a latency. Add --inference, or leave --aim out."
         )
     if problem.max_latency_s is not None and (problem.workload.kind != "inference" or not problem.max_latency_s > 0):
         raise PlanError(
-            f"A latency of at most {problem.max_latency_s} s was requested for {problem.workload.kind}; expected a "
-            "positive number, for inference. Leave it out, or give such a workload."
+            f"A largest latency of {problem.max_latency_s} s was given for {problem.workload.kind}; expected a "
+            "positive number of seconds, and inference. Correct or leave out --max-latency, or add --inference."
         )
     if problem.exchange.staleness and WAVES not in chosen.schedules:
         raise PlanError(
             f"A staleness of {problem.exchange.staleness} waves was given for {' and '.join(chosen.schedules)}; only "
-            f"{WAVES} has waves. Leave it out, or ask for that schedule too."
+            f"{WAVES} has waves of minibatches. Leave --staleness out, or add --schedule {WAVES}."
         )
     if problem.memory.num_bytes is not None and problem.memory.num_bytes < 1:
-        raise PlanError(f"A limit of {problem.memory.num_bytes} bytes was given; expected at least 1.")
+        raise PlanError(f"A memory limit of {problem.memory.num_bytes} bytes was given; expected at least 1.")
     for count in chosen.num_devices:
         if not 1 <= count <= everything:
             raise PlanError(
@@ -103,16 +103,17 @@ def _impossible(space: Space) -> NoFeasiblePlanError | None:
         return NoFeasiblePlanError(
             f"{' or '.join(map(str, space.num_stages))} stages were asked for, but there are only {many} {what}, and "
             f"every stage needs at least one layer and one {'team' if width > 1 else 'rank'}. Ask for "
-            f"{'1' if many == 1 else f'1 to {many}'} stages{', or smaller axes' * (width > 1)}."
+            f"{'1' if many == 1 else f'1 to {many}'} stages"
+            f"{', or smaller tensor, context or expert axes' * (width > 1)}."
         )
     size_of_group, possible = space.exchange.shard_size, _stages_of_groups(space)
     if not possible.intersection(space.num_stages or range(1, most + 1)):
         stages = f"{_words(space.num_stages)} stages" if space.num_stages else "any number of stages"
         stages = "one stage" if space.num_stages == (1,) else stages
         return NoFeasiblePlanError(
-            f"A shard size of {size_of_group} was given for {space.num_ranks} ranks in {stages}; expected one that "
-            "divides the replicas of each stage that has several. Choose another shard size, or other numbers of "
-            "stages or ranks."
+            f"A shard size of {size_of_group} was given for {space.num_ranks} ranks in {stages}; expected a "
+            "divisor of the number of replicas of every stage that has more than one. Choose another --shard, or other "
+            "numbers of stages or ranks."
         )
     num_stages = min(max(space.num_stages, default=most), most)
     if space.num_ranks > num_stages * num_microbatches:
@@ -144,7 +145,11 @@ def raise_infeasible(
     evaluate: Callable[[Plan], RankedPlan],
     best_of: Callable[[Problem], RankedPlan | None],
 ) -> NoReturn:
-    """Raise NothingFitsError: memory binds, since `require_possible` has excluded all other causes."""
+    """Raise NothingFitsError: no plan fits into memory, since `require_possible` has excluded all other causes.
+
+    ``rejected`` are simulated plans that do not fit. ``evaluate`` simulates a plan. ``best_of`` searches a changed
+    problem and returns its best plan, None if no plan fits. Raises NoFeasiblePlanError if no plan could be made at all.
+    """
     items = list(rejected)
     # The grid method has already considered the plans with the least memory of many settings.
     if not items or not problem.is_wide:
@@ -186,10 +191,10 @@ def _no_room_on_hosts(item: RankedPlan) -> NothingFitsError:
     fullest = max(item.nodes, key=lambda node: node.share)
     offload = item.plan.offload
     ways = ["Use more nodes"]
-    ways += ["shard states (--zero 1 to 3)", "keep them on NVMe"] if offload.optimizer == "host" else []
+    ways += ["shard states (--zero 1 to 3)", "keep optimizer states on NVMe"] if offload.optimizer == "host" else []
     ways += ["leave activations on the devices"] if offload.activations == "host" else []
     return NothingFitsError(
-        f"Plans fit into the memory of the devices, but none into that of the nodes. With the smallest one found, "
+        f"Plans fit into the devices' memory, but not into the nodes' host memory or drives. With the smallest plan, "
         f"{item.plan.describe()}, {fullest.describe()}. {', or '.join(ways)}.",
         nearest=item,
     )
@@ -205,10 +210,10 @@ def _relaxation(problem: Problem, item: RankedPlan, best_of: Callable[[Problem],
     found = found or _on_more_devices(problem, best_of)
     if not found:
         needed = format_bytes(item.reserved_bytes[item.fullest_rank])
-        return f"Give devices (or a memory limit) that leave a plan {needed}, more ranks, or a smaller model."
+        return f"Give devices (or a memory limit) with at least {needed} for a plan, more ranks, or a smaller model."
     words, best = min(found, key=lambda pair: pair[1].device_seconds)
     others = [other for other, _ in found if other != words]
-    beside = f" Others that make it fit: {'; '.join(others)}." if others else ""
+    beside = f" Other changes that make a plan fit: {'; '.join(others)}." if others else ""
     rank = best.fullest_rank
     return (
         f"{words}: then the best plan takes {format_seconds(best.step_time_s)} per step and reserves "

@@ -37,7 +37,10 @@ from meshwright.spec.used_devices import used_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInterval:
-    """Ends of an 80 % interval of a step time; ``measured`` is False if every op is a datasheet roofline."""
+    """The 80 % interval of a step time, in seconds.
+
+    ``measured`` is False if the costs of all ops come from datasheets (rooflines).
+    """
 
     low_s: float
     high_s: float
@@ -55,7 +58,10 @@ class StepInterval:
 def predict_step_interval(
     plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel, *, contention: Contention = "queued"
 ) -> StepInterval:
-    """Return the 80 % interval of a plan's step time, from the intervals of its ops, transfers and optimizer steps."""
+    """Return the 80 % interval of a plan's step time, from the intervals of its ops, transfers and optimizer steps.
+
+    Its ends are the step times simulated with all costs at their low and all at their high ends.
+    """
     plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     kinds = {cluster.device_kind(rank).name: cluster.device_kind(rank) for rank in range(plan.num_ranks)}
     bases = {basis for kind in kinds.values() for basis in cost.estimate_ops(graph, plan.microbatch_size, kind).basis}
@@ -67,7 +73,7 @@ def predict_step_interval(
 
 
 def explain_step_interval(interval: StepInterval) -> str:
-    """Return the interval as one sentence."""
+    """Return one printable sentence with the ends of the interval and the source of the costs."""
     ends = f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)}"
     if interval.measured:
         return f"Step time, 80 % interval (from its ops, transfers and optimizer): {ends}."
@@ -80,11 +86,11 @@ _DECIMALS = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Seconds of one step of the busiest rank; they add up to the step time.
+    """The terms of one step of the busiest rank, in seconds; they add up to the step time.
 
-    ``inside_s``: waiting for collectives inside of forwards and backwards (split ops, sharded states).
-    ``communication_s``, ``exchange_s`` and ``offload_s``: transfers between stages, gradient reduction and copies to
-    the host, as far as they do not overlap with computation.
+    ``inside_s``: waiting for collectives inside forward and backward passes (tensor-parallel ops, sharded states).
+    ``communication_s``, ``exchange_s`` and ``offload_s``: transfers between stages, gradient reduction, and copies from
+    and to the host, each as far as it does not overlap with computation.
     """
 
     compute_s: float
@@ -96,10 +102,10 @@ class Breakdown:
     optimizer_s: float
 
     def terms(self) -> dict[str, float]:
-        """Return seconds by printed name."""
+        """Return a dict from the printed name of each term to its seconds."""
         return {
             "compute": self.compute_s,
-            "exchange inside of passes": self.inside_s,
+            "collectives inside passes": self.inside_s,
             "bubble": self.bubble_s,
             "exposed communication": self.communication_s,
             "exposed exchange": self.exchange_s,
@@ -110,14 +116,15 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedPlan:
-    """A plan with its prediction.
+    """A plan with its predicted step time, throughput and memory.
 
-    ``busiest_rank`` is the rank of the breakdown. ``memory`` (the parts of the peak), ``reserved_bytes`` (what the
-    allocator reserves for it) and ``memory_limit_bytes`` (what it may reserve) have one entry per rank; ``nodes`` holds
-    the use of hosts and drives. ``sequence_length`` is in tokens, None for models that read no tokens. Plans of a
-    search also have ``estimate_s``, the closed form of `slicing`, and ``recompute``, the word for what is recomputed.
-    On request: ``interval`` of the step time; ``latency_s`` of one microbatch alone; ``makespan_s`` of a batch that
-    arrives at once; ``price`` of the plan.
+    ``bubble_fraction`` and ``mfu`` are shares, 0..1. ``busiest_rank`` is the rank that computes longest; ``breakdown``
+    splits its step. One entry per rank have ``memory`` (the parts of the peak), ``reserved_bytes`` (what the allocator
+    reserves for that peak) and ``memory_limit_bytes`` (what it may reserve). ``nodes`` is the use of host memory and
+    drives. ``sequence_length`` is in tokens, None for models that read no tokens. Plans of a search also have
+    ``estimate_s``, the closed-form step time of `slicing`, and ``recompute``, the word for what is recomputed.
+    Computed only on request: ``interval`` of the step time; ``latency_s``, seconds of one microbatch through idle
+    devices; ``makespan_s``, seconds of a batch that arrives at once; ``price``.
     """
 
     plan: Plan
@@ -141,32 +148,32 @@ class RankedPlan:
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """Peak of each rank."""
+        """The peak memory of each rank, in bytes."""
         return tuple(item.total_bytes for item in self.memory)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of all devices; None for models that read no tokens."""
+        """Tokens per second of all devices together; None for models that read no tokens."""
         return None if self.sequence_length is None else self.samples_per_s * self.sequence_length
 
     @property
     def device_seconds(self) -> float:
-        """Devices of the plan times seconds per step: the cost of a step if all devices cost the same."""
+        """Number of devices times the step time: proportional to the price of a step if all devices cost the same."""
         return self.plan.num_devices * self.step_time_s
 
     @property
     def aimed_s(self) -> float:
-        """Seconds by which plans are ranked: the makespan of a batch if the search aims at it, else the step time."""
+        """Seconds by which plans are ranked: ``makespan_s`` if the search aims at latency, else the step time."""
         return self.step_time_s if self.makespan_s is None else self.makespan_s
 
     @property
     def memory_owner(self) -> str:
-        """The part of memory that is largest on the fullest rank."""
+        """The name of the largest part of the peak memory on the fullest rank, such as activations."""
         return self.memory[self.fullest_rank].owner
 
     @property
     def fullest_rank(self) -> int:
-        """The rank with the least memory to spare (the first of them)."""
+        """The rank with the fewest bytes left below its memory limit; in case of a tie, the first."""
         spare = [limit - held for held, limit in zip(self.reserved_bytes, self.memory_limit_bytes, strict=True)]
         return spare.index(min(spare))
 
@@ -178,15 +185,15 @@ class RankedPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's reserved memory and every node's host memory and drives are within their limits."""
+        """True if the reserved memory of all ranks and the host memory and drives of all nodes are within limits."""
         return self.excess_bytes <= 0 and all(node.fits for node in self.nodes)
 
     def memory_rows(self) -> list[dict[str, Any]]:
-        """Return one plain row per rank: whether it fits, and the parts of its peak.
+        """Return one dict per rank: whether the plan fits there, and the parts of the peak memory.
 
-        Keys: ``rank``, ``stages``, ``fits``, ``peak_bytes``, ``reserved_bytes`` (by the allocator, for the peak),
-        ``limit_bytes`` (of reserved bytes), ``headroom_bytes`` (negative where the rank exceeds its limit),
-        ``parts_bytes`` (part → bytes; they add up to the peak).
+        Keys: ``rank``, ``stages`` (their indexes), ``fits``, ``peak_bytes``, ``reserved_bytes`` (by the allocator, for
+        the peak), ``limit_bytes`` (for reserved bytes), ``headroom_bytes`` (limit less reserved; negative if the rank
+        exceeds its limit), ``parts_bytes`` (a dict from part to bytes, which add up to the peak).
         """
         return [
             {
@@ -216,11 +223,12 @@ def evaluate_plan(
     contention: Contention = "queued",
     only_fitting: bool = False,
 ) -> RankedPlan:
-    """Simulate a plan. Too large a memory use is not an error.
+    """Simulate a plan and return it with its prediction. A plan that exceeds memory raises no error.
 
-    Raises PlanError if the plan does not match the graph or the cluster. With ``only_fitting``, the allocator's
-    overhead is left out for ranks whose peak exceeds their memory by far, and for all ranks of a plan that exceeds a
-    host's memory.
+    ``memory`` limits what a plan may reserve; by default the memory of the devices. ``estimate_s`` is copied to the
+    result. With ``only_fitting``, ``reserved_bytes`` may lack the allocator's overhead: for ranks whose peak exceeds
+    their memory by far, and for all ranks of a plan that exceeds a host's memory. Raises PlanError if the plan does not
+    match the graph or the cluster.
     """
     seen = form_teams(plan, graph, cluster, cost)
     simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)
@@ -238,9 +246,9 @@ def evaluate_plan(
 
 
 def share_of_hosts(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """Return the share of the fullest host's memory or drives that a plan uses, without simulating it.
+    """Return the used share of the fullest host's memory or drives (above 1: too much), without a simulation.
 
-    0 if everything is on the devices, and for an invalid plan: `evaluate_plan` reports why.
+    Returns 0 if nothing is offloaded, and for an invalid plan, for which `evaluate_plan` raises the reason.
     """
     if plan.offload == ON_DEVICE:
         return 0.0
@@ -252,13 +260,16 @@ def share_of_hosts(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) 
 
 
 def predict_makespan(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """Return the seconds from the arrival of a whole batch at idle devices to its last answer."""
+    """Return the seconds from the arrival of a whole global batch at idle devices to its last answer."""
     seen = form_teams(plan, graph, cluster, cost)
     return simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, num_steps=1).timeline.duration_s
 
 
 def predict_latency(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """Return the largest latency of a microbatch of a step: seconds through an otherwise idle inference pipeline."""
+    """Return the largest latency of one microbatch, in seconds: alone, through an idle inference pipeline.
+
+    The maximum is over the chains of replicas that the microbatches of a step take.
+    """
     cost = without_devices(cost, plan.idle)
     plan, cluster = replace(plan, idle=()), used_of(plan, cluster)
     columns, width = cluster.columns(), plan.sharding.width
@@ -295,7 +306,10 @@ def _predict_alone(plan: Plan, graph: Graph, cost: CostModel, chain: Sequence[in
 def evaluate_plans(
     plans: Sequence[Plan], graph: Graph, cluster: Cluster, cost: CostModel, *, contention: Contention = "queued"
 ) -> tuple[RankedPlan, ...]:
-    """Evaluate plans, on all cores where that is faster. Raises the error of the first invalid plan."""
+    """Simulate plans, in several processes where that is faster, and return their predictions in the same order.
+
+    Raises the error of the first invalid plan.
+    """
     found = simulate_plans(plans, graph, cluster, cost=cost, contention=contention)
     items: list[RankedPlan] = []
     for plan, simulation in zip(plans, found, strict=True):
@@ -318,7 +332,10 @@ def rank_simulation(
     cost: CostModel | None = None,
     only_fitting: bool = False,
 ) -> RankedPlan:
-    """Return the evaluation of a simulated plan; plan, graph and cluster are those of the simulation."""
+    """Return the prediction of a plan from its simulation, without simulating again.
+
+    ``plan``, ``graph`` and ``cluster`` are those that were simulated; the other parameters are as in `evaluate_plan`.
+    """
     busy = [rank.busy_s for rank in simulation.ranks]
     busiest = busy.index(max(busy))
     limits = tuple(memory_limit(cluster, rank, memory or MemoryLimit()) for rank in range(plan.num_ranks))

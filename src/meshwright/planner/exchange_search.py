@@ -1,15 +1,16 @@
-"""Compare other ways of reducing gradients (`compare_exchanges`); find the best order of computation (`find_order`).
+"""Compare ways to reduce gradients (`compare_exchanges`); find the best order of computation (`find_order`).
 
-Whatever the order of computation and communication, no step of the tried ways is shorter than
+The ways to reduce gradients (exchanges) are: whole tensors as they become ready; parts of tensors by priority, with the
+best of several part sizes, continuing into the next step (ByteScheduler); a sharded optimizer; a hierarchy of nodes;
+parameter servers on all ranks. In any order of computation and communication, no step of these is shorter than
 
-    bound = max(least computation, least communication)        of the busiest rank of each way
+    bound = max(least computation, least communication)        of the busiest rank under each exchange
 
-Ways: whole tensors as they become ready; parts by priority, with the best of several part sizes, continuing into the
-next step (ByteScheduler); a sharded optimizer; a hierarchy of nodes; parameter servers on all ranks. Crossing steps
-requires that the forward of a layer can wait for that layer, so plans of one stage are cut into a stage per layer on
-the same ranks. Servers and hierarchies have messages of several groups on one link at a time, so they are simulated
-with fair sharing of links. A gain below `WORTH_IT` is within the error of the predictions and not recommended.
-`sum_in_buckets` is the closed form of a reduction that estimates of stages use.
+If a reduction continues into the next step, the forward of a layer must be able to wait for the gradients of that layer
+alone. So plans of one stage are cut into a stage per layer on the same ranks. Servers and hierarchies send messages of
+several groups over one link at a time, so they are simulated with fair sharing of links. A gain below `WORTH_IT` is
+within the error of the predictions and not recommended. `sum_in_buckets` is the closed form of a reduction, used by
+estimates of stages.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ from meshwright.spec.schedules import layout_of
 
 @compiled
 def sum_in_buckets(num_bytes: float, bucket_bytes: float, latency_s: float, bucket_s: float) -> tuple[float, float]:
-    """Return the seconds of a gradient reduction: all buckets one after the other, and the last one.
+    """Return the seconds to reduce ``num_bytes`` of gradients: all buckets one after the other, and the last alone.
 
-    No backward hides the last bucket. ``latency_s`` and ``bucket_s`` are the seconds to reduce one byte and a full
-    bucket; sizes between are interpolated linearly.
+    The last bucket matters because no backward overlaps with it. ``latency_s`` and ``bucket_s`` are the seconds to
+    reduce one byte and a full bucket of ``bucket_bytes``; sizes between them are interpolated linearly.
     """
     full = np.floor(num_bytes / bucket_bytes)
     rest = num_bytes / bucket_bytes - full
@@ -89,11 +90,11 @@ _RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlan:
-    """The plan under the fastest order, simulated, and the text of the file with that order.
+    """The result of `find_order`: the plan under the fastest order, and the text of the order file.
 
-    ``model`` is the result of the order search, None if no order fits. ``named`` are the simulated plans under the
-    named schedules for these stages and under the plan's own, fastest first; ``name`` is the one whose order was
-    chosen, "" for a new order.
+    ``best`` is that plan, simulated. ``model`` is the result of the order search, None if it found no order that fits.
+    ``named`` are the simulated plans under the plan's own schedule and under all named schedules that accept its
+    stages, fastest first. ``name`` is the schedule whose order was chosen, "" if a new order is faster.
     """
 
     best: RankedPlan
@@ -103,7 +104,7 @@ class FoundPlan:
     name: str
 
     def explain(self) -> str:
-        """Return one or two lines for printing."""
+        """Return one or two printable lines: the step time, and how far it may be from the shortest order."""
         fitting = [item for item in self.named if item.fits]
         step = f"{format_seconds(self.best.step_time_s)} per step"
         if self.name:
@@ -112,7 +113,7 @@ class FoundPlan:
             share = 1 - self.best.step_time_s / fitting[0].step_time_s
             words = f"An order was found: {step}, {100 * share:.1f} % less than {fitting[0].plan.schedule} takes."
         else:
-            which = "fits" if self.named else "takes these stages"
+            which = "fits into memory" if self.named else "accepts these stages"
             words = f"An order was found: {step}. No named schedule {which}."
         if self.model is None:
             return words
@@ -120,7 +121,7 @@ class FoundPlan:
         if length_ps is None or not self.model.bound_ps:
             return words
         gap = length_ps / self.model.bound_ps - 1
-        return f"{words}\nBy stage times alone it is at most {100 * gap:.1f} % longer than the shortest one."
+        return f"{words}\nBy stage times alone, it is at most {100 * gap:.1f} % longer than the shortest order."
 
 
 # The order is compared with every named schedule, and simulated:
@@ -146,13 +147,12 @@ def find_order(
     memory: MemoryLimit | None = None,
     contention: Contention = "queued",
 ) -> FoundPlan:
-    """Find the fastest order of a plan's stages, write it to ``path`` (.csv) and let the plan follow it.
+    """Search for the fastest order of computation of a plan's stages, write it to ``path`` (.csv), and return the plan.
 
-    If nothing faster is found, the plan follows a named schedule, or its own, by name.
-
-    ``whole`` allows only whole backwards, as the runtime executes them and as plans with activations in host memory
-    need them. ``memory`` limits what the plan may use of a device. Raises PlanError if no order fits, the plan is
-    asynchronous, does not match the graph or the cluster, or is not for training.
+    The returned plan follows the file, or a named schedule if no faster order is found. ``whole``: do not split a
+    backward into one for inputs and one for weights; the runtime, and plans with activations in host memory, need whole
+    backwards. ``memory`` limits what the plan may use of a device. Raises PlanError if no order fits into memory, or if
+    the plan is asynchronous, does not match the graph or the cluster, or is not for training.
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     whole = whole or plan.offload.activations == "host"
@@ -162,8 +162,8 @@ def find_order(
 
     if plan.is_asynchronous:
         raise PlanError(
-            f"The plan follows {plan.schedule}, which is asynchronous and trains differently; orders are found for "
-            "synchronous steps only. Give --schedule 1f1b, or another synchronous schedule."
+            f"The plan follows the schedule {plan.schedule}, which is asynchronous; orders are searched for "
+            "synchronous schedules only. Give --schedule 1f1b, or another synchronous schedule."
         )
     branched = with_branches(plan, graph)
     times = stage_times(branched, graph, without_devices(cost, plan.idle))
@@ -191,7 +191,7 @@ def find_order(
             limits = np.where(excess > 0, np.maximum(_held(kept, orders) - excess, 0), limits)
     if best is None:
         raise PlanError(
-            f"No order of these stages fits: {plan.describe()}. Choose smaller microbatches or more stages."
+            f"No order of these stages fits into memory: {plan.describe()}. Choose smaller microbatches or more stages."
         )
     name = best.plan.schedule if best in named else ""
     write_text(text, path)
@@ -250,7 +250,7 @@ _MOST_STAGES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangedPlan:
-    """A plan with one way of reducing gradients, simulated."""
+    """A plan under one exchange (way to reduce gradients), simulated; ``name`` is that exchange."""
 
     name: str
     plan: Plan
@@ -258,21 +258,26 @@ class ExchangedPlan:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of a steady step."""
+        """Seconds of a step in the steady state."""
         return self.simulation.step_time_s
 
     @property
     def computation_s(self) -> float:
-        """Seconds that the busiest rank computes."""
+        """Seconds of computation per step on the rank that computes longest."""
         return max(rank.busy_s for rank in self.simulation.ranks)
 
     @property
     def communication_s(self) -> float:
-        """Seconds that the busiest rank spends on gradient reduction."""
+        """Seconds of gradient reduction per step, overlapped or not, on the rank with the longest."""
         return max(rank.exchange_s for rank in self.simulation.ranks)
 
     def row(self, own: ExchangedPlan) -> dict[str, Any]:
-        """Keys ``exchange``, ``step_time_s``, ``gain_share`` over ``own``, ``exposed_s``, ``peak_memory_bytes``."""
+        """Return the results as a dict; ``own`` is the plan with its original exchange.
+
+        Keys: ``exchange`` (the name), ``step_time_s``, ``gain_share`` (0.1: steps 10 % faster than those of ``own``),
+        ``exposed_s`` (seconds of reduction that do not overlap with computation), ``peak_memory_bytes``. The last two
+        are those of the rank with the largest value.
+        """
         ranks = self.simulation.ranks
         return {
             "exchange": self.name,
@@ -285,50 +290,50 @@ class ExchangedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangeComparison:
-    """A plan with its own and with other gradient reductions."""
+    """The result of `compare_exchanges`: a plan with its own exchange (``own``) and with others, all simulated."""
 
     own: ExchangedPlan
     others: tuple[ExchangedPlan, ...]
 
     @property
     def computation_s(self) -> float:
-        """Seconds that the busiest rank computes under the original plan."""
+        """Seconds of computation per step under the original plan, on the rank that computes longest."""
         return self.own.computation_s
 
     @property
     def communication_s(self) -> float:
-        """Seconds that the busiest rank spends on gradient reduction under the original plan."""
+        """Seconds of gradient reduction per step under the original plan, on the rank with the longest."""
         return self.own.communication_s
 
     @property
     def bound_s(self) -> float:
-        """Seconds that no tried way goes below, in any order of computation and communication."""
+        """Lower bound, in seconds, of the step under all compared exchanges, in any order of the work."""
         ways = (self.own, *self.others)
         return max(min(item.computation_s for item in ways), min(item.communication_s for item in ways))
 
     @property
     def best(self) -> ExchangedPlan:
-        """The fastest way; the original plan in case of a tie."""
+        """The fastest of the compared plans; the original plan in case of a tie."""
         return min((self.own, *self.others), key=lambda item: item.step_time_s)
 
     @property
     def gain(self) -> float:
-        """The share by which the best way is faster than the original plan."""
+        """Gain in throughput of the best exchange over the original plan: 0.1 means 10 % more steps per second."""
         return self.own.step_time_s / self.best.step_time_s - 1
 
     @property
     def is_worth_it(self) -> bool:
-        """Return whether the gain exceeds the error of the predictions."""
+        """True if the gain is at least `WORTH_IT`, the error of the predictions."""
         return self.gain >= WORTH_IT
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one plain row per way, the original plan first."""
+        """Return one dict per compared exchange (`ExchangedPlan.row`), that of the original plan first."""
         return [item.row(self.own) for item in (self.own, *self.others)]
 
     def explain(self) -> str:
         """Return the bound and the recommendation in a few sentences."""
         bound = (
-            f"None of these ways beats {format_seconds(self.bound_s)}; as planned, computing takes "
+            f"No compared exchange beats {format_seconds(self.bound_s)}; as planned, computing takes "
             f"{format_seconds(self.computation_s)}, moving gradients {format_seconds(self.communication_s)}."
         )
         if self.is_worth_it:
@@ -339,10 +344,10 @@ class ExchangeComparison:
     def _reason(self) -> str:
         exposed_s = max(rank.exposed_exchange_s for rank in self.own.simulation.ranks)
         if exposed_s < WORTH_IT * self.own.step_time_s:
-            return f"Its exchange hides behind the backward, but for {format_seconds(exposed_s)}."
+            return f"Its exchange overlaps with the backward, except for {format_seconds(exposed_s)}."
         if self.communication_s > self.computation_s:
-            return "The links are busy nearly all the time: fewer bytes or faster links help, no order does."
-        return "What is ready last is needed first, so that it can hide behind nothing."
+            return "The links are busy nearly all the time: only fewer bytes or faster links help, not another order."
+        return "The gradients that are ready last are needed first, so nothing can overlap with their reduction."
 
 
 def compare_exchanges(
@@ -355,15 +360,16 @@ def compare_exchanges(
     cost: CostModel | None = None,
     contention: Contention = "queued",
 ) -> ExchangeComparison:
-    """Simulate a plan with other gradient reductions; ``own_orders`` are functions with their names.
+    """Simulate a plan with its own and with other exchanges (ways to reduce gradients).
 
-    Ways that do not apply to the plan are left out. Raises PlanError for unknown names, for plans with an asynchronous
-    schedule, and for plans that reduce no gradients.
+    ``names`` are those of `EXCHANGE_NAMES`; ``own_orders`` are your own functions, each with a name, that order the
+    parts of gradients. Exchanges that do not apply to the plan are left out. Raises PlanError for unknown names, and
+    for plans that are asynchronous, have ZeRO 2 or 3, offload, or reduce no gradients.
     """
     unknown = next((name for name in names if name not in EXCHANGE_NAMES), None)
     if unknown is not None:
         raise PlanError(
-            f"There is no exchange {unknown!r}{suggest(unknown, EXCHANGE_NAMES)}; expected "
+            f"Unknown exchange {unknown!r}{suggest(unknown, EXCHANGE_NAMES)}; expected "
             f"{', '.join(EXCHANGE_NAMES)}, or your own as path/to/file.py:function."
         )
     _check_exchanges(plan, graph)
@@ -392,10 +398,11 @@ def follow_own_order(
     cost: CostModel | None = None,
     memory: MemoryLimit | None = None,
 ) -> RankedPlan:
-    """Return the plan whose gradients are sent in the user's order, in parts of the size with the shortest step.
+    """Return the plan, simulated, with its gradients reduced in the user's order.
 
-    The reduction ends with the step, as the runtime executes it. Raises PlanError as `compare_exchanges`, and for plans
-    that scatter their gradients (ZeRO).
+    ``order`` is the user's function. All `PART_BYTES` are tried as sizes of the parts; the result has the shortest
+    step. The reduction ends within the step, as the runtime requires. Raises PlanError in the same cases as
+    `compare_exchanges`, and for plans with ZeRO.
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     if plan.exchange.zero:
@@ -416,7 +423,10 @@ def follow_own_order(
 
 
 def cut_into_layers(plan: Plan, graph: Graph) -> Plan:
-    """Cut a plan of one stage into a stage per layer, or per few layers, on the same ranks; leave other plans as is."""
+    """Return a plan of one stage with a stage per layer (or per few layers, at most 64 stages) on the same ranks.
+
+    A plan with several stages, a single layer or your own schedule is returned unchanged.
+    """
     count = min(len(graph.layers), _MOST_STAGES)
     if len(plan.stages) > 1 or count == 1 or plan.has_own_schedule:
         return plan
@@ -438,7 +448,7 @@ def _check_exchanges(plan: Plan, graph: Graph) -> None:
         )
     if plan.offload != ON_DEVICE:
         raise PlanError(
-            f"Exchanges cannot be compared for a plan that keeps {plan.offload.describe()}, which not all of them "
+            f"Exchanges cannot be compared for a plan that keeps {plan.offload.describe()}, which not all exchanges "
             "support; expected everything on the devices. Plan without --offload."
         )
     if graph.mode != "training" or not gradient_buckets(graph, plan):

@@ -1,11 +1,11 @@
-"""Which devices of an unequal cluster plans may leave out: few sets, by kind and by node.
+"""Sets of devices that plans may leave idle on a cluster of unequal devices.
 
-    slow kinds    the slowest kind, the two slowest, and so on, until one kind is left
-    other kinds   all but one
-    slow nodes    where nodes of one device kind differ in their links, the same by kind of node
+    slow kinds    the slowest device kind, the two slowest, and so on, until one kind is left
+    other kinds   all kinds but one
+    slow nodes    the same sets by kind of node, if nodes of one device kind differ in their links
 
-A kind's speed is its peak in the workload's type. The search decides which set is best; sets with half of a node's
-equal devices are not considered.
+The speed of a kind is its peak FLOP/s in the workload's data type. The search decides which set is best. No set leaves
+out only some of a node's equal devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ MAX_SETS = 8
 
 
 def idle_sets(cluster: Cluster, workload: Workload) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of devices that plans may leave out, the empty set first; equal devices have only that one."""
+    """Return at most `MAX_SETS` sets of devices that plans may leave idle, the empty set first.
+
+    If all devices are equal, the empty set is the only one.
+    """
     columns = cluster.columns()
     kinds = [_speed(cluster, rank, workload.numbers.compute) for rank in range(cluster.num_ranks)]
     found: dict[tuple[int, ...], None] = {(): None}
@@ -34,12 +37,11 @@ def idle_sets(cluster: Cluster, workload: Workload) -> tuple[tuple[int, ...], ..
 
 
 def unequal_settings(settings: Sequence[Setting], choices: Choices) -> list[Setting]:
-    """Return settings for mapping stages to unequal devices: the given ones and others close to them.
+    """Return settings for plans that give unequal devices unequal work: those of ``settings`` that allow it, and more.
 
-    A uniform plan keeps the same amount on a small device as on a large one and gives a slow one the same microbatches
-    as a fast one. So its sharding and recomputation say little about what is best for devices with unequal parts: here
-    all devices are used, states are sharded as far as unequal replicas allow (ZeRO 0 and 1), and all recompute choices
-    are tried.
+    The best setting of a uniform plan need not be the best one here, because a uniform plan gives all devices the same
+    work and memory. So the added settings use all devices and try all allowed shardings of ``settings``, ZeRO 0 and 1
+    (as far as unequal replicas can shard states), and all recompute choices.
     """
     found = [item for item in settings if item.zero <= 1 and not item.shard_size]
     shardings = dict.fromkeys([*(item.sharding for item in settings), UNSHARDED])

@@ -1,7 +1,7 @@
 """Report pages of predictions: of one simulated plan, and of a search with every ranked plan on the Pareto plot.
 
-For a search, timelines are simulated for the page, the best plan's first, until they hold `MAX_PAGE_SPANS` spans
-together, so that the page stays small. A plan without a timeline still has layout, memory and explanation.
+For a search, timelines are simulated for the page, that of the best plan first, until they have `MAX_PAGE_SPANS` spans
+in total, so that the page stays small. The page shows layout, memory and explanation of plans without a timeline, too.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def plans_document(
     remark: str = "",
     provenance: Mapping[str, str] | None = None,
 ) -> Row:
-    """Return the page document of ranked plans, best first; `report.page.write_page` writes the file.
+    """Return the content of the page of a search as a dict; `report.page.write_page` writes the file.
 
     Args:
-        plans: What `search_plans` returned.
-        graph_for: Microbatch size → graph, the same as for the search.
+        plans: The result of `search_plans`.
+        graph_for: Returns the graph for a microbatch size, as for the search.
         cluster: The cluster of the search.
         cost: The cost model of the search.
         remark: A line below the explanation of the best plan.
-        provenance: What the page says about its origin.
+        provenance: Further entries of the page's statement of its origin.
     """
     results: list[Row] = []
     num_spans = 0
@@ -82,18 +82,18 @@ def simulation_document(
     deflate: bool = True,
     whole: Callable[[Plan], Plan] = _itself,
 ) -> Row:
-    """Return the page document of one simulated plan.
+    """Return the content of the page of one simulated plan as a dict; `report.page.write_page` writes the file.
 
     Args:
-        item: The evaluation by `rank_simulation`.
+        item: The plan with its prediction, from `rank_simulation`.
         timeline: The timeline of that simulation.
         graph: The graph that the plan was made for.
         cluster: The cluster of the simulation.
-        cost: Its cost model.
+        cost: The cost model of the simulation.
         remark: A line below the explanation of the prediction.
-        provenance: What the page says about its origin.
-        deflate: False packs faster and larger, for pages served on this machine.
-        whole: Maps a plan of a local graph to the plan of the whole one, which is shown and can be saved.
+        provenance: Further entries of the page's statement of its origin.
+        deflate: Compress the data. False is faster and larger, for pages served on this machine.
+        whole: Returns the plan of the whole graph for a plan of a local graph; the page shows and saves it.
     """
     explanation = "\n".join(filter(None, (explain_prediction(item), remark)))
     part = _predicted_part(
@@ -139,7 +139,7 @@ def _origin(plan: Plan, cluster: Cluster) -> dict[str, str]:
 
 
 def headline_facts(item: RankedPlan) -> Row:
-    """Return the figures at the top of a plan's page; memory is that of the fullest rank."""
+    """Return the values at the top of a plan's page as a dict; memory is that of the fullest rank."""
     rank = item.fullest_rank
     return {
         "step_time_s": item.step_time_s,

@@ -1,22 +1,22 @@
-"""What each choice gains (`find_shares`): its part of the best plan's gain over the plain plan, by Shapley's value.
+"""Divide the gain of the best plan over the plain plan among the choices (`find_shares`), by the Shapley value.
 
-Players are the choices (`Values`) that a search left open and in which its best plan is not plain: it has several
-stages, splits ops, shards states, recomputes. The worth of a coalition S of them is the shortest step v(S) of the
-uniform plans (`methods.grid`) in which all other choices stay at their plain value. Of k choices, choice i gains
+The plain plan splits, shards, recomputes and offloads nothing (`plain_values`). The players are the choices (`Values`)
+that a search left open and that the best plan uses: several stages, tensor parallelism, ZeRO, recompute and so on. For
+a coalition S of players, v(S) is the shortest step of all uniform plans (`methods.grid`) in which all choices outside S
+have their plain value. With k players, player i gains
 
     sum over S without i of    |S|! · (k - |S| - 1)! / k! · (v(S) - v(S with i))
 
-seconds: what it gains when it joins the others, averaged over all orders in which they may join (Shapley, A value for
-n-person games, 1953). The gains add up to the gain of all; two choices that gain the same in every coalition have equal
-shares, and one that never gains has a share of 0. Choices that the best plan leaves plain gain nothing: the plan does
-not need them.
+seconds: its gain when it joins the others, averaged over all orders of joining (Shapley, A value for n-person games,
+1953). The gains add up to the gain of all players. Two choices that gain the same in every coalition have equal shares;
+a choice that never gains has a share of 0. Choices that the best plan leaves at their plain value gain nothing.
 
-If no plan of a coalition fits, it counts as the slowest coalition that does; choices without which nothing fits are
-reported.
+If no plan of a coalition fits into memory, the coalition gets the step of the slowest coalition that fits. Choices
+without which no plan fits are reported.
 
-All coalitions are found in one pass over the configurations of the grid, the lowest bound first. A configuration
-belongs to all coalitions that contain every choice in which it is not plain; it is simulated if its bound is below the
-best of the smallest of these coalitions, which is the slowest of them, and then counts for all.
+All coalitions are searched in one pass over the configurations of the grid, the lowest bound first. A configuration
+belongs to all coalitions that contain every choice in which it is not plain. It is simulated if its bound is below the
+best step of the smallest of these coalitions (the slowest of them), and then counts for all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from meshwright.spec.offload import ON_DEVICE
 
 
 class Values(NamedTuple):
-    """A plan's value for each choice."""
+    """The value of each choice in a plan, in the order of `NAMES`; ``schedule`` is a name and the stages per rank."""
 
     devices: int
     tensor: int
@@ -79,7 +79,7 @@ NAMES = (
 # The plain plan has one stage on all devices, splits no op, shards no state, recomputes nothing and keeps everything on
 # its devices, one sample per microbatch under 1F1B; or comes as close to this as the choices allow.
 def plain_values(problem: Problem) -> Values:
-    """Return the value of each choice in the plain plan: nothing split, sharded, recomputed or offloaded."""
+    """Return the values of the plain plan: nothing split, sharded, recomputed or offloaded, as far as allowed."""
     chosen, variants = problem.choices, variants_of(problem)
     return Values(
         devices=max(chosen.num_devices or (problem.cluster.num_ranks,)),
@@ -98,7 +98,7 @@ def plain_values(problem: Problem) -> Values:
 
 
 def open_choices(problem: Problem) -> list[bool]:
-    """Return the choices that have more than one value, in the order of `Values`."""
+    """Return, for each choice in the order of `Values`, whether the problem allows more than one value."""
     chosen = problem.choices
     counts = (
         max(len(set(chosen.num_devices)), len(chosen.idle)),
@@ -118,7 +118,7 @@ def open_choices(problem: Problem) -> list[bool]:
 
 
 def restricted(chosen: Choices, free: Collection[int], plain: Values) -> Choices:
-    """Return the choices with all fixed at their plain values except the free ones."""
+    """Return the choices with every choice fixed at its plain value, except those at the positions ``free``."""
     fixed = {name: value for place, (name, value) in enumerate(plain._asdict().items()) if place not in free}
     axes = {"tensor": "tensor", "sequence": "sequence_parallel", "context": "context", "expert": "expert"}
     kept = [
@@ -150,7 +150,7 @@ def restricted(chosen: Choices, free: Collection[int], plain: Values) -> Choices
 
 
 def values_of(configuration: Configuration, offload: Offload) -> Values:
-    """Return the values of the plans of a configuration with this offload."""
+    """Return the values of the plans of a uniform configuration with the given offload."""
     sharding = configuration.sharding
     return Values(
         devices=configuration.num_ranks * sharding.width,
@@ -169,7 +169,7 @@ def values_of(configuration: Configuration, offload: Offload) -> Values:
 
 
 def values_of_plan(item: RankedPlan) -> Values:
-    """Return the values of a simulated plan, uniform or not."""
+    """Return the values of a simulated plan, which need not be uniform."""
     plan, sharding = item.plan, item.plan.sharding
     positions = len({stage.ranks for stage in plan.stages})
     return Values(
@@ -189,13 +189,16 @@ def values_of_plan(item: RankedPlan) -> Values:
 
 
 def differing(plain: Values, values: Values) -> list[int]:
-    """Return the places of the choices in which a plan is not plain. Without ZeRO, the shard size is ignored."""
+    """Return the positions in `Values` at which a plan differs from the plain plan.
+
+    Without ZeRO, the shard size is ignored.
+    """
     says = values if values.zero else values._replace(shard_size=plain.shard_size)
     return [place for place in range(len(values)) if says[place] != plain[place]]
 
 
 def words_of(place: int, values: Values) -> str:
-    """Return the value of one choice in words."""
+    """Return the printable value of the choice at position ``place`` of `Values`."""
     value = values[place]
     if isinstance(value, Offload):
         return "none" if value == ON_DEVICE else value.describe()
@@ -236,9 +239,9 @@ class _Player(NamedTuple):
 class Share:
     """The gain of one choice.
 
-    ``plain`` is its value in the plain plan and ``taken`` that in the best one, in words. ``gain_s`` is in seconds per
-    step, ``share`` is its part of the whole gain. ``without_s`` is the step time of the best uniform plan that makes
-    the other choices of the best plan, but not this one; None if no such plan fits.
+    ``plain`` and ``taken`` are its printable values in the plain plan and in the best plan. ``gain_s`` is in seconds
+    per step, ``share`` the part of the whole gain (0..1; negative if the choice costs time). ``without_s`` is the step
+    time of the best uniform plan in which this choice is plain and the others are free; None if no such plan fits.
     """
 
     choice: str
@@ -251,11 +254,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """The shares of the choices that the best plan makes, the largest first; they add up to ``plain_s - best_s``.
+    """The result of `find_shares`: what each choice of the best plan gains; the gains add up to ``gain_s``.
 
-    ``left_plain`` are open choices that it leaves plain, which gain nothing. ``plain_s`` is the step time of the plain
-    plan or, if that does not fit (``plain_fits``), of the slowest coalition that does. ``best_s`` is the step time of
-    the best plan, or of the best uniform one if that is faster. ``num_simulated`` plans were simulated.
+    ``choices``: the largest gain first. ``left_plain``: names of open choices that the best plan leaves at their plain
+    value. ``plain_s``: the step time of the plain plan; if that does not fit (``plain_fits`` is False), of the slowest
+    coalition of choices that fits. ``best_s``: the step time of the best plan, or of the best uniform plan if that is
+    faster. ``num_simulated`` plans were simulated.
     """
 
     choices: tuple[Share, ...]
@@ -267,30 +271,30 @@ class Shares:
 
     @property
     def gain_s(self) -> float:
-        """Seconds per step that all choices gain together."""
+        """Seconds per step that all choices gain together: ``plain_s - best_s``."""
         return self.plain_s - self.best_s
 
     def row(self) -> dict[str, Any]:
-        """Return everything as plain values. Keys: those of `Shares`, and ``choices``, each with those of `Share`."""
+        """Return a dict for JSON with the fields of `Shares` and ``gain_s``; ``choices`` has dicts of `Share`."""
         return {**asdict(self), "gain_s": self.gain_s}
 
     def explain(self, *, with_parts: bool = True) -> str:
-        """Return the gain, optionally its parts, and the choices without which nothing fits, in a few sentences."""
+        """Return printable sentences: the gain, optionally its parts, and the choices without which no plan fits."""
         if not self.choices:
             return "The best plan is the plain one: no choice gains anything."
-        counts = "takes" if self.plain_fits else "does not fit and counts as the slowest that does,"
+        counts = "takes" if self.plain_fits else "does not fit into memory and counts as the slowest plan that fits,"
         parts = ", ".join(
             f"{item.choice} {format_seconds(item.gain_s)} ({format_percent(item.share)})" for item in self.choices
         )
         lines = [
-            f"The plain plan {counts} {format_seconds(self.plain_s)} per step; the best one gains "
+            f"The plain plan {counts} {format_seconds(self.plain_s)} per step; the best plan gains "
             f"{format_seconds(self.gain_s)}{f': {parts}' if with_parts else ''}."
         ]
         needed = [item.choice for item in self.choices if item.without_s is None]
         if needed:
             lines.append(f"Without {' or without '.join(needed)}, no plan with the other choices fits.")
         if self.left_plain:
-            lines.append(f"The best plan leaves plain, so that they gain nothing: {', '.join(self.left_plain)}.")
+            lines.append(f"Choices that the best plan leaves plain gain nothing: {', '.join(self.left_plain)}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -298,18 +302,18 @@ class Shares:
 
 
 def find_shares(problem: Problem, found: Plans, events: EventSink | None = None) -> Shares:
-    """Return what each choice of the best plan of a search gains.
+    """Return what each choice of the best plan of a search gains; ``found`` is the result of searching ``problem``.
 
     The result is deterministic. Raises PlanError for a problem with the aim latency, and if no uniform plan is possible
-    or fits. Raises KeyboardInterrupt if interrupted.
+    or fits into memory. Raises KeyboardInterrupt if interrupted.
     """
     if problem.aim == "latency":
-        raise PlanError("Shares are of the time of a step, but the aim is the latency of a batch. Aim at throughput.")
+        raise PlanError("Shares divide the gain in step time, but the aim is latency. Plan with --aim throughput.")
     problem = _with_resorts(problem, found.best)
     if not variants_of(problem):
         raise PlanError(
             f"Shares compare uniform plans, which do not exist for the schedules "
-            f"{', '.join(problem.choices.schedules)}. Add 1f1b to them."
+            f"{', '.join(problem.choices.schedules)}. Add --schedule 1f1b."
         )
     plain, taken, is_open = plain_values(problem), values_of_plan(found.best), open_choices(problem)
     players = _players([place for place in differing(plain, taken) if is_open[place]])
@@ -346,7 +350,7 @@ class _Coalitions:
         self.best_s = np.full(1 << len(players), math.inf)
 
     def search(self, problem: Problem, state: SearchState) -> Steps:
-        """Simulate the configurations of the grid that may be the best of a coalition; a search method."""
+        """Propose the configurations of the grid that may be the best of a coalition; this is a search method."""
         numbers, looked_at = np.arange(len(self.best_s)), 0
         for bound_s, configuration in bound_grid(problem).by_bound():
             if bound_s >= self.best_s[0]:
@@ -372,14 +376,15 @@ class _Coalitions:
 
     @property
     def steps_s(self) -> NDArray[np.float64]:
-        """``best_s``, with the step of the slowest fitting coalition where nothing fits."""
+        """``best_s``, with the step of the slowest fitting coalition in place of infinity."""
         fits = np.isfinite(self.best_s)
         return np.where(fits, self.best_s, self.best_s[fits].max())
 
     def shares(self, taken: Values, found_s: float) -> tuple[Share, ...]:
-        """Return the shares of all players, and of the step's gain beyond uniform plans; the largest first.
+        """Return the shares of all players, the largest first.
 
-        ``found_s`` is the best step found; the best uniform step may be longer.
+        ``found_s`` is the best step of the search in seconds. If it is shorter than that of the best uniform plan, the
+        difference is a further share (`NOT_UNIFORM`).
         """
         steps_s, everyone = self.steps_s, len(self.best_s) - 1
         uniform_s = float(steps_s[-1])
@@ -413,9 +418,9 @@ class _Coalitions:
 
 
 def shapley_values(worth: NDArray[np.float64]) -> list[float]:
-    """Return each player's share of the worth of all players above that of the empty coalition.
+    """Return the Shapley value of each player; the values add up to the worth of all players less that of no player.
 
-    ``worth`` has an entry per coalition, shape (2 ** players,); player i belongs to those whose number has bit i.
+    ``worth`` has one entry per coalition, shape (2 ** players,); player i belongs to coalition n if n has bit i.
     """
     count = len(worth).bit_length() - 1
     masks = np.arange(len(worth))

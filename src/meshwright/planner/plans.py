@@ -1,4 +1,4 @@
-"""The result of a search: ranked plans that can explain why they won and why others lost."""
+"""The result of a search (`Plans`): ranked plans, and texts that explain why the best plan wins."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ MAX_STAGES_IN_WORDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """The extent of a search: configurations covered, those ruled out without simulation, and simulated plans.
+    """The extent of a search: how many configurations it covered.
 
-    ``stopped`` says what ended it before its methods did ("the deadline", "an interrupt"), "" if nothing did.
+    ``num_considered`` counts all configurations that methods covered, ``num_pruned`` those of them that were ruled out
+    without a simulation, ``num_simulated`` the simulated plans. ``stopped``: what ended the search early ("the
+    deadline", "an interrupt"), "" if the methods ended it. ``seconds``: duration of the search.
     """
 
     method: str
@@ -43,13 +45,15 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plans:
-    """Plans that fit, faster ones first; plans with equally fast steps are ordered by memory (`ranking`).
+    """The result of a search.
 
-    ``rejected`` were simulated and need too much memory; ``refused`` could not be simulated, with the reason. ``front``
-    is the Pareto front: no simulated plan is better in step time, reserved memory and price at once (without prices: in
-    devices times step time). ``bound_s`` is a lower bound of the step time of all allowed plans, by the same op costs;
-    0 if nothing was proven. ``is_bound_of_rules`` means that the bound covers only plans whose ops are split by the
-    sharding rules, not a method's own placements. ``notes`` are sentences of the method.
+    ``ranked`` are the plans that fit into memory, faster ones first; among equally fast plans, those with less memory
+    come first (`ranking`). ``rejected`` plans were simulated and need too much memory. ``refused`` plans could not be
+    simulated; each comes with the reason. ``front`` is the Pareto front: no simulated plan is better in step time,
+    reserved memory and price at once (without prices: in devices times step time). ``bound_s`` is a lower bound of the
+    step time of all allowed plans, by the same op costs; 0 if nothing was proven. If ``is_bound_of_rules``, the bound
+    covers only plans whose ops are split by the sharding rules, not placements that a method chose itself. ``notes``
+    are sentences of the search methods.
     """
 
     ranked: tuple[RankedPlan, ...]
@@ -65,12 +69,12 @@ class Plans:
 
     @property
     def best(self) -> RankedPlan:
-        """The recommended plan: as fast as the fastest, with the least memory."""
+        """The recommended plan: the one with the least memory among the plans that are as fast as the fastest."""
         return self.ranked[0]
 
     @property
     def gap(self) -> float | None:
-        """The share by which the best plan's step time exceeds the lower bound; None without a bound."""
+        """The share by which the best plan's step exceeds the lower bound (0.1: 10 %); None without a bound."""
         return self.best.step_time_s / self.bound_s - 1 if self.bound_s > 0 else None
 
     def interval(self, plan: Plan | None = None) -> StepInterval:
@@ -81,25 +85,25 @@ class Plans:
         return self.predict_interval(self.best.plan if plan is None else plan)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one plain row per ranked plan, best first.
+        """Return one dict per ranked plan, best first.
 
-        Keys: ``place``, ``plan`` (in words), ``num_devices``, ``num_stages``, ``num_positions`` (of ranks in line,
-        which hold several stages each under some schedules), ``replicas`` (per stage), ``tensor``,
+        Keys: ``place`` (from 1), ``plan`` (in words), ``num_devices``, ``num_stages``, ``num_positions`` (length of the
+        pipeline; under some schedules, each position has several stages), ``replicas`` (per stage), ``tensor``,
         ``sequence_parallel``, ``has_own_placements``, ``context``, ``expert``, ``zero``, ``shard_size`` (0: all
         replicas), ``recompute``, ``offload``, ``num_microbatches``, ``microbatch_size``, ``schedule``, ``step_time_s``,
         ``step_interval_s`` (80 %; None if not simulated), ``samples_per_s``, ``tokens_per_s`` and
         ``tokens_per_s_per_device`` (None for models without tokens), ``mfu_share``, ``peak_memory_bytes`` and
         ``reserved_memory_bytes`` (of the fullest rank), ``bubble_share``, ``estimate_s``, and the terms of the
-        breakdown: ``compute_s``, ``inside_s`` (communication inside of passes), ``bubble_s``, ``communication_s``,
+        breakdown: ``compute_s``, ``inside_s`` (collectives inside passes), ``bubble_s``, ``communication_s``,
         ``exchange_s``, ``optimizer_s``. On request also ``latency_s``, ``makespan_s``, the keys of `PlanPrice` and
         ``price_per_million_tokens``.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
 
     def search_row(self) -> dict[str, Any]:
-        """Return how the plans were found, as one plain row.
+        """Return how the plans were found, as a dict.
 
-        Keys: those of `Coverage`; ``bound_s``, ``gap_share`` and ``bound_covers`` (None if nothing was proven);
+        Keys: those of `Coverage`; ``bound_s``, ``gap_share`` and ``bound_covers`` (None if no bound was proven);
         ``front``, each with ``plan``, ``step_time_s``, ``peak_memory_bytes``, ``reserved_memory_bytes``,
         ``device_seconds`` and, with prices, the keys of `PlanPrice`; ``notes``.
         """
@@ -123,7 +127,11 @@ class Plans:
         return {**asdict(self.coverage), **proven, "front": front, "notes": list(self.notes)}
 
     def explain(self, plan: Plan | None = None) -> str:
-        """Explain a plan (default: the best): the parts of its step, its memory, and how it compares with the best."""
+        """Return a text about a plan (default: the best): the parts of its step, its memory, and comparisons.
+
+        The best plan is compared with the next best, other plans with the best. Then follows the extent of the search.
+        Raises PlanError if the plan does not match the graph, the cluster or the workload.
+        """
         item = self.best if plan is None else self._find(plan)
         lines = [explain_prediction(item)]
         if item.plan != self.best.plan:
@@ -145,22 +153,26 @@ class Plans:
         return "\n".join(lines)
 
     def _equal_line(self) -> list[str]:
-        """Return the sentence on why the first plan need not be the fastest; empty if only one plan is as fast."""
+        """Return the sentences on the plans that are as fast as the fastest; nothing if it is the only one."""
         fastest = min(self.ranked, key=lambda item: item.aimed_s)
         count = sum(is_as_fast(item, fastest) for item in self.ranked)
         if count == 1:
             return []
         slower = self.best.aimed_s / fastest.aimed_s - 1
-        beside = f"; the first is {format_percent(slower)} slower than the fastest" if slower >= _TOLD_SHARE else ""
+        beside = f" The first is {format_percent(slower)} slower than the fastest." if slower >= _TOLD_SHARE else ""
         # A plan with a found order comes first, whatever memory it needs.
         peaks = [max(item.peak_memory_bytes) for item in self.ranked[:count]]
-        ordered = "; they are listed by memory" if peaks == sorted(peaks) else ""
-        return [f"The predictions do not separate the first {count}{ordered}{beside}."]
+        ordered = " They are listed by memory." if peaks == sorted(peaks) else ""
+        return [
+            f"The predicted times of the first {count} plans differ by less than the prediction error; measure them to "
+            f"find the fastest.{ordered}{beside}"
+        ]
 
     def why_not(self, other: Plan) -> str:
-        """Explain what ``other`` loses against the best plan, or by how much it does not fit.
+        """Return a text that compares ``other`` with the best plan: its slower terms, or the memory that it lacks.
 
-        It is simulated if the search did not do so. Raises PlanError if it does not match this graph and cluster.
+        ``other`` is simulated unless it is among the ranked plans. Raises PlanError if it does not match the graph, the
+        cluster or the workload.
         """
         item = self._find(other)
         if item.plan == self.best.plan:
@@ -182,8 +194,8 @@ class Plans:
             return known
         if plan.workload != self.best.plan.workload:
             raise PlanError(
-                f"The plan to compare is for {plan.workload}, but these plans are for {self.best.plan.workload}; "
-                "plan for that workload to compare."
+                f"The plan to compare is for {plan.workload}, but these plans are for {self.best.plan.workload}. Give "
+                "a plan for the same workload."
             )
         return self.evaluate(plan)
 
@@ -218,7 +230,7 @@ class Plans:
             f"{coverage.num_simulated} simulated, of which {len(self.rejected)} need too much memory."
         )
         if coverage.stopped:
-            text += f" It was ended by {coverage.stopped}; better plans may exist."
+            text += f" The search was ended by {coverage.stopped}; better plans may exist."
         if self.gap is not None:
             which = "plan whose ops are split by the sharding rules" if self.is_bound_of_rules else "allowed plan"
             text += (
@@ -229,7 +241,7 @@ class Plans:
 
 
 def explain_prediction(item: RankedPlan) -> str:
-    """Explain a plan, a line each for its step, the step's parts and memory, and latency and price if predicted."""
+    """Return a text about a plan: lines for its step, the parts of the step, memory, and latency and price if known."""
     lines = [_headline(item), _step_line(item), _memory_line(item)]
     if item.makespan_s is not None:
         lines.append(f"A batch that arrives at once is answered in {format_seconds(item.makespan_s)}.")
@@ -241,7 +253,7 @@ def explain_prediction(item: RankedPlan) -> str:
 
 
 def summarise(plan: Plan) -> str:
-    """Return a plan in one line, short even with many stages."""
+    """Return a description of a plan in one line; many stages are given as ranges."""
     if len(plan.stages) <= MAX_STAGES_IN_WORDS:
         return plan.describe()
     span = _span(len(stage.ranks) for stage in plan.stages)
@@ -336,9 +348,9 @@ def _memory_line(item: RankedPlan) -> str:
 
 
 def explain_difference(item: RankedPlan, best: RankedPlan) -> str:
-    """Explain which terms of ``item`` lose and gain against ``best``.
+    """Return a sentence on how much slower or faster ``item`` is than ``best``, with the terms that differ.
 
-    The largest term in the direction of the total is named as decisive.
+    The term that contributes most to the total difference is named as the deciding one.
     """
     lost = item.step_time_s - best.step_time_s
     if abs(lost) <= _EQUAL_SHARE * best.step_time_s:

@@ -1,4 +1,4 @@
-"""Money that plans cost, and the numbers of devices within a budget, by the prices of a scenario (`spec.scenario`)."""
+"""The price of plans in money, and the numbers of devices within a budget, by a scenario's prices (`spec.scenario`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPrice:
-    """Money for the devices and nodes of a plan."""
+    """The price of a plan's devices and nodes, in ``currency``: per hour, per step and per million samples."""
 
     currency: str
     per_hour: float
@@ -32,7 +32,7 @@ class PlanPrice:
         return replace(self, per_step=per_step, per_million_samples=per_step / samples if samples else 0.0)
 
     def row(self) -> dict[str, Any]:
-        """Return the figures under the names that scenarios use."""
+        """Return the prices as a dict, with the same keys as in the results of scenarios."""
         return {
             "currency": self.currency,
             "price_per_hour": self.per_hour,
@@ -49,7 +49,7 @@ class PlanPrice:
 
 
 def price_plan(plan: Plan, step_time_s: float, cluster: Cluster, prices: Scenario) -> PlanPrice | None:
-    """Return the price of a plan; None without prices."""
+    """Return the price of a plan with this step time; None if the scenario has no prices."""
     priced = price_per_hour(plan.num_devices, cluster, prices, plan.idle)
     if priced is None:
         return None
@@ -65,9 +65,10 @@ def price_plan(plan: Plan, step_time_s: float, cluster: Cluster, prices: Scenari
 def within_budget(
     counts: Sequence[int], cluster: Cluster, prices: Scenario, max_price_per_hour: float
 ) -> tuple[int, ...]:
-    """Return the numbers of devices within the budget, largest first; without ``counts``, the usual ones.
+    """Return the numbers of devices that are within a budget of ``max_price_per_hour``, the largest first.
 
-    Raises PlanError without prices, and if no number of devices is within the budget.
+    ``counts`` are the numbers to choose from. If empty: powers of two, the devices of the first nodes, and the largest
+    number within the budget. Raises PlanError if the scenario has no prices, or if no number is within the budget.
     """
     if not (max_price_per_hour > 0 and math.isfinite(max_price_per_hour)):
         raise PlanError(
@@ -77,7 +78,7 @@ def within_budget(
     def price(count: int) -> float:
         priced = price_per_hour(count, cluster, prices)
         if priced is None:
-            raise PlanError("A budget of money was given, but no prices. Give the price of a device per hour.")
+            raise PlanError("A budget was given, but no prices. Add --prices with the price of a device per hour.")
         return priced[0]
 
     # More devices never cost less.

@@ -1,10 +1,10 @@
 """The input of a search (`Problem`): a model, machines, a workload, and the choices of plans, such as microbatch sizes.
 
-A **setting** is a choice that decides which graph a device computes and what it keeps: the number of devices, the split
-of ops over teams (tensor-, context- and expert-parallel groups), the ZeRO stage, recomputation and offload. Under a
-setting the problem is one without any of these (`Space`): its graphs are local graphs, its ranks are teams
-(`simulator.routes`). Stages, replicas, microbatches, schedule and ranks are left to choose. A plan of a space equals
-the plan of the whole graph except for the setting, which `Space.whole` adds.
+A **setting** is one combination of the choices that decide which graph a device computes and what it keeps: the number
+of devices, the split of ops over teams (tensor-, context- and expert-parallel groups), the ZeRO stage, recompute and
+offload. A setting reduces the problem to one without these choices (`Space`): its graphs are local graphs of one
+device, its ranks are teams (`simulator.routes`). Stages, replicas, microbatches, schedule and ranks remain to be
+chosen. `Space.whole` adds the setting to a plan of a space, which makes it a plan of the whole graph.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ MAX_MICROBATCH_SIZES = 12
 
 
 def microbatch_sizes(workload: Workload, given: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return sizes to try, ascending: the given ones, or divisors of the batch. Raises PlanError for a non-divisor."""
+    """Return the microbatch sizes to try, ascending: those in ``given``, or at most 12 divisors of the global batch.
+
+    Raises PlanError if a given size does not divide the global batch.
+    """
     batch = workload.global_batch
     if given:
         wrong = [size for size in given if size < 1 or batch % size]
@@ -63,7 +66,7 @@ def microbatch_sizes(workload: Workload, given: tuple[int, ...] = ()) -> tuple[i
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
     return sorted({*small, *(number // k for k in small)})
 
@@ -76,14 +79,15 @@ Aim = Literal["throughput", "latency"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """One search. ``graph_for`` returns the graph for a microbatch size (the same one if its sizes are symbolic).
+    """The input of a search.
 
-    ``cost`` is the cost model, by default of datasheets. ``exchange`` is the gradient exchange of all plans, except for
-    the ZeRO stage and shard size. ``memory`` limits the memory of a device. ``max_latency_s`` limits a microbatch's
-    end-to-end latency in inference. ``prices`` are the prices of devices. ``aim`` is the shortest step or, in
-    inference, the shortest time to answer a batch that arrives at once. ``only`` restricts the search to these
-    settings. ``may_idle`` lets plans leave devices unused; it is always set for the aim latency. ``compiled`` means
-    that torch compiles the layers (`spec.compiled_units`).
+    ``graph_for`` returns the graph for a microbatch size (the same graph for all if its sizes are symbolic). ``cost``
+    is the cost model, by default that of datasheets. ``exchange`` is the gradient exchange of all plans, except for the
+    ZeRO stage and the shard size. ``memory`` limits what a plan may use of a device. ``max_latency_s`` limits the
+    latency of a microbatch in inference. ``prices`` are the prices of devices. ``aim`` is "throughput" (the shortest
+    step) or, in inference, "latency" (the shortest time to answer a batch that arrives at once). ``model`` and
+    ``model_sizes`` are recorded in plans. ``only``: if not empty, the settings to search. ``may_idle``: plans may leave
+    devices unused; always True for the aim latency. ``compiled``: torch compiles the layers (`spec.compiled_units`).
     """
 
     graph_for: Callable[[int], Graph]
@@ -114,17 +118,17 @@ class Problem:
             object.__setattr__(self, "graph_for", compiled_graphs(self.graph_for))
 
     def short_graph(self, microbatch_size: int) -> ShortGraph:
-        """Return the graph for a microbatch size with its repeated layers shortened, made once."""
+        """Return the graph for a microbatch size with one layer for all equal ones (`shorten`), cached."""
         graph = self.graph_for(microbatch_size)
         if id(graph) not in self._short:
             self._short[id(graph)] = graph, shorten(graph)
         return self._short[id(graph)][1]
 
     def recomputed(self, graph: Graph, recompute: str, bounds: tuple[tuple[int, int], ...] | None = None) -> Recompute:
-        """Return the ops that a setting recomputes in a graph of this problem, read once (`spec.read_recompute`).
+        """Return the ops that the setting ``recompute`` recomputes in a graph, cached (`spec.read_recompute`).
 
-        ``bounds`` are the layers of a plan's stages. Before they are known, all stages use the word of the first stage:
-        it usually has the most microbatches in flight, so a plan that fits there is not excluded.
+        ``bounds`` are the layers of a plan's stages, for words by stage. Without bounds, all stages use the word of the
+        first stage, which usually has the most microbatches in flight, so that no plan that fits is excluded.
         """
         if not is_by_stage(recompute):
             bounds = None
@@ -148,7 +152,7 @@ class Problem:
             yield Setting(num_devices, sharding, zero, recompute, offload, shard_size, idle)
 
     def devices(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield each set of devices to leave out with each number of the others to use."""
+        """Yield pairs of a set of devices to leave out, and a number of the remaining devices to use."""
         for idle in self.choices.idle:
             left = self.cluster.num_ranks - len(idle)
             for count in self.choices.num_devices or (left,):
@@ -157,16 +161,16 @@ class Problem:
 
     @property
     def is_wide(self) -> bool:
-        """Whether there are too many settings to search each in detail."""
+        """True if there are more than `FEW_SETTINGS` settings, too many to search each in detail."""
         return len(list(islice(self.settings(), FEW_SETTINGS + 1))) > FEW_SETTINGS
 
     @property
     def has_own_placements(self) -> bool:
-        """Whether a method may place ops in other ways than the rules of sharding, which no bound covers."""
+        """True if a method may split ops in other ways than the sharding rules; lower bounds do not cover these."""
         return any(setting.sharding.tensor > 1 for setting in self.settings())
 
     def under(self, settings: Sequence[Setting]) -> Problem:
-        """Return the same problem with these settings only; cached results are kept."""
+        """Return the same problem restricted to these settings; it shares the cached results."""
         other = replace(self, only=tuple(dict.fromkeys(settings)))
         other._spaces.update(self._spaces)
         other._short.update(self._short)
@@ -174,7 +178,7 @@ class Problem:
         return other
 
     def setting_of(self, plan: Plan) -> Setting | None:
-        """Return the setting of a plan of this problem; None if the choices, or ``only``, exclude it."""
+        """Return the setting of a plan; None if the choices of this problem, or ``only``, exclude it."""
         chosen, exchange = self.choices, plan.exchange
         word = self._word_of(plan)
         setting = Setting(
@@ -191,9 +195,9 @@ class Problem:
         return setting if self.only or all(allowed) else None
 
     def objection(self, plan: Plan) -> str:
-        """Return the parts of a plan that this problem does not allow, in words; "" if all are allowed.
+        """Return the properties of a plan that this problem does not allow, joined by "and"; "" if all are allowed.
 
-        Placements of ops may be a method's own.
+        Placements of single ops are not compared, since methods may choose them.
         """
         chosen = self.choices
         sharding = replace(plan.sharding, placements=())
@@ -220,10 +224,10 @@ class Problem:
         return " and ".join(name for name, is_wrong in wrong.items() if is_wrong)
 
     def resorting(self, ways: tuple[Offload, ...] = ()) -> Problem:
-        """Return the problem in which plans offload by its last resorts: all of them, or those in ``ways``.
+        """Return the problem in which all plans offload: by one of ``ways``, by default of the last resorts.
 
-        Last resorts are ways to offload that are used only if no plan fits without them. If all of these keep
-        parameters on the host, the problem has ZeRO 3 only.
+        Last resorts (`Choices.last_resorts`) are kinds of offload that are used only if no plan fits without them. If
+        all of these keep parameters on the host, the new problem has ZeRO 3 only.
         """
         chosen, ways = self.choices, ways or self.choices.last_resorts
         zero: tuple[ZeroStage, ...] = (3,) if all(away.parameters == "host" for away in ways) else chosen.zero
@@ -240,16 +244,17 @@ class Problem:
         return word if word and self.choices.allows_recompute(word) else None
 
     def recomputed_by(self, plan: Plan, graph: Graph, recompute: str) -> Recompute | None:
-        """Return what a choice recomputes in a plan; None if it names stages that the plan lacks."""
+        """Return what the setting ``recompute`` recomputes in a plan; None if it names stages that the plan lacks."""
         try:
             return self.recomputed(graph, recompute, plan.bounds)
         except PlanError:
             return None
 
     def microbatch_sizes(self, workload: Workload) -> tuple[int, ...]:
-        """Return the sizes to try for a team's part of the workload, without sizes too large for the graph.
+        """Return the microbatch sizes to try for a team's part of the workload.
 
-        Raises PlanError for a given size that does not divide the batch.
+        Default sizes that the graph does not support are left out. Raises PlanError if a size given in the choices does
+        not divide the global batch.
         """
         sizes = microbatch_sizes(workload, self.choices.microbatch_sizes)
         graph = self.graph_for(sizes[0])
@@ -269,10 +274,10 @@ class Problem:
             raise errors[0]
 
     def space(self, setting: Setting) -> Space:
-        """Return the space of a setting.
+        """Return the space of a setting, cached.
 
-        Raises PlanError if the devices are not a multiple of the team size, samples do not divide, or ops cannot be
-        split like this; ClusterError for teams that do not fit the nodes.
+        Raises PlanError if the number of devices is not a multiple of the team size, samples cannot be divided, or ops
+        cannot be split like this; ClusterError if teams do not match the nodes.
         """
         if setting not in self._spaces:
             try:
@@ -294,7 +299,7 @@ def _describes(graph: Graph, batch_size: int) -> bool:
 
 
 def compiled_graphs(graph_for: Callable[[int], Graph]) -> Callable[[int], Graph]:
-    """Return the same graphs with their layers compiled, each made once."""
+    """Return a function like ``graph_for`` whose graphs have compiled layers; each is made once."""
     made: dict[int, tuple[Graph, Graph]] = {}
 
     def compiled(microbatch_size: int) -> Graph:

@@ -1,6 +1,6 @@
-"""Placement rules (`Layout`): which ranks a stage gets, their links, kinds and memory; the even cut (`slice_evenly`).
+"""Layouts (`Layout`): which ranks a stage gets, and their links, kinds and memory; the even cut (`slice_evenly`).
 
-A layout turns "the stage that has ``before`` ranks before it and ``take`` replicas" into ranks:
+A layout gives the ranks of a stage with ``take`` replicas, if the stages before it have ``before`` ranks in total:
 
 - **stage-major**: consecutive ranks. The replicas of a stage share a node as far as they fit, so gradients are reduced
   over fast links; neighbouring stages meet at node boundaries.
@@ -11,7 +11,7 @@ A layout turns "the stage that has ``before`` ranks before it and ``take`` repli
 - **reversed**: stage-major with the ranks counted from the last. It matters if devices differ: the first stage of 1F1B
   holds the most activations, so it may need the largest devices, wherever they are.
 
-Ranks of a group are estimated as one: the slowest kind, the smallest memory, the slowest link into the group.
+A group of ranks is estimated by its slowest kind, its smallest memory, and the slowest link into the group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from meshwright.spec import Cluster, StagePlan
 # not, θ must reach at least the smallest sum that was refused. So the range of θ is bisected with ends that are sums
 # that occur. It closes after a few steps, exact to the last bit of a sum.
 def slice_evenly(seconds: Sequence[float], num_slices: int) -> tuple[tuple[int, int], ...]:
-    """Return bounds of non-empty slices with the smallest possible largest sum; ``num_slices`` <= len(``seconds``)."""
+    """Cut a list of seconds into non-empty slices such that the largest sum is as small as possible.
+
+    Return (first, end) of each slice. ``num_slices`` must be at most len(``seconds``).
+    """
     edges = np.empty(num_slices + 1, np.int64)
     even_edges(np.array(seconds, np.float64), num_slices, edges)
     return tuple(pairwise(edges.tolist()))
@@ -42,7 +45,10 @@ def slice_evenly(seconds: Sequence[float], num_slices: int) -> tuple[tuple[int, 
 
 @compiled
 def even_edges(seconds: NDArray[np.float64], num_slices: int, edges: NDArray[np.int64]) -> None:
-    """Write the edges of the slices, shape (slices + 1,): slice s is ``edges[s]:edges[s + 1]``."""
+    """Compute `slice_evenly` in compiled code: write the edges of the slices into ``edges``, shape (slices + 1,).
+
+    Slice s is ``edges[s]:edges[s + 1]``.
+    """
     low, high = seconds.max(), seconds.sum()
     while low < high:
         middle = low + (high - low) / 2
@@ -100,7 +106,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A rule from places to ranks, for ``num_ranks`` ranks; ``num_stages`` is needed for replica-major only."""
+    """A rule that assigns ``num_ranks`` ranks to stages; only replica-major needs ``num_stages``."""
 
     name: LayoutName
     num_ranks: int
@@ -117,7 +123,7 @@ class Layout:
                 return tuple(range(self.num_ranks - 1 - before, self.num_ranks - 1 - before - take, -1))
 
     def stages(self, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
-        """Return stages of these layers with these numbers of replicas, each on its ranks."""
+        """Return the stages on their ranks, given the (first, end) layers and the number of replicas of each."""
         places = accumulate((0, *replicas[:-1]))
         return tuple(
             StagePlan(start=start, stop=stop, ranks=self.ranks(before, take))
@@ -127,11 +133,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Places:
-    """Properties of the rank groups of a layout; entry [before, take], shape (D, D + 1).
+    """Properties of the groups of ranks that stages can get; arrays have shape (D, D + 1), entry [before, take].
 
-    ``kind_of`` indexes ``kind_sets`` (sets of device-kind names), ``link_of`` indexes ``links`` (pairs of ranks that
-    represent a link; entry 0 is "no link"). ``latency_s`` and ``bucket_s`` are the seconds to all-reduce one byte and
-    one bucket, ``shared_s`` the seconds to all-reduce one bucket among replicas that shard states.
+    ``kind_of``: index in ``kind_sets`` (sets of device-kind names). ``link_of``: index in ``links`` of the link into
+    the group; ``links`` has a pair of ranks for each link, entry 0 means no link. ``memory_limit``: bytes.
+    ``latency_s`` and ``bucket_s``: seconds to all-reduce one byte and one bucket; ``shared_s``: one bucket among the
+    replicas that shard states.
     """
 
     kind_sets: tuple[tuple[str, ...], ...]
@@ -154,9 +161,9 @@ def find_places(
     memory: MemoryLimit,
     shard_size: int = 0,
 ) -> Places:
-    """Describe every group that stages with one of these numbers of replicas can get.
+    """Return the properties of every group of ranks that a stage with one of these numbers of replicas can get.
 
-    ``shard_size`` replicas shard states among each other (0: all of them).
+    ``shard_size`` replicas shard states among each other (0: all replicas of a stage).
     """
     size = layout.num_ranks
     kind_of, link_of = np.zeros((size, size + 1), np.int64), np.zeros((size, size + 1), np.int64)
@@ -213,7 +220,7 @@ class _Groups:
         self._link: dict[object, int] = {}
 
     def kind(self, ranks: tuple[int, ...]) -> tuple[int, float]:
-        """Index of the set of kinds, and the smallest memory."""
+        """Return the index of the group's set of device kinds, and its smallest memory limit in bytes."""
         some = ranks[:1] if self._uniform else ranks
         names = tuple(sorted({self._kinds[rank].name for rank in some}))
         if names not in self.kind_sets:
@@ -221,7 +228,7 @@ class _Groups:
         return self.kind_sets.index(names), float(min(self._limits[rank] for rank in some))
 
     def link(self, previous: tuple[int, ...], ranks: tuple[int, ...]) -> int:
-        """Index of the slowest link from the ranks before into the group."""
+        """Return the index of the slowest link from the ranks of the stage before into the group."""
         if len(previous) == 1:
             # The farthest rank of consecutive ones is the last.
             pairs = [(previous[0], ranks[0]), (previous[0], ranks[-1])]
@@ -235,7 +242,7 @@ class _Groups:
         return self._link[key]
 
     def exchange(self, ranks: tuple[int, ...]) -> tuple[float, float]:
-        """Return the seconds to all-reduce one byte, and one bucket."""
+        """Return the seconds in which the group all-reduces one byte, and one bucket."""
         if len(ranks) == 1:
             return 0.0, 0.0
         # On equal nodes and devices, only the number of ranks matters, and whether they span nodes.

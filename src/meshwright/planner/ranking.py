@@ -1,8 +1,8 @@
-"""The order of plans that fit: among equally fast plans, those with less memory first; one plan per layout.
+"""The order of plans that fit: faster ones first, among equally fast plans those with less memory; one plan per layout.
 
-A plan is as fast as the fastest one if it is at most 1 % slower, or at most 5 % slower and the 80 % interval of the
-ratio of their steps reaches 1. The interval comes from simulating both plans with all costs at their low and at their
-high ends, so that common errors cancel.
+A plan counts as equally fast as the fastest one if it is at most 1 % slower, or if it is at most 5 % slower and the 80
+% interval of the ratio of their steps reaches 1. The interval comes from simulating both plans with all costs at their
+low and at their high ends, so that common errors cancel.
 
     ratio    from min to max of  step / fastest step  by usual, low and high costs
 
@@ -33,9 +33,10 @@ MAX_INSTRUCTIONS = 600_000
 def rank_plans(
     items: Sequence[RankedPlan], max_plans: int, predict_interval: Callable[[Plan], StepInterval] | None
 ) -> tuple[RankedPlan, ...]:
-    """Return the first plans of the order; without ``predict_interval``, "as fast" means at most 1 % slower.
+    """Return the first ``max_plans`` plans in the order of this module.
 
-    At least `LEAST_RANKED` plans are ordered even if fewer are requested, so that the number listed changes no order.
+    Without ``predict_interval``, a plan is equally fast only if it is at most 1 % slower. At least `LEAST_RANKED` plans
+    are ordered even if fewer are requested, so that the number of listed plans does not change their order.
     """
     ordered_by_time = sorted(items, key=lambda item: (item.aimed_s, _num_mechanisms(item)))
     left = distinct_layouts(ordered_by_time)[: max(max_plans, LEAST_RANKED)]
@@ -51,10 +52,10 @@ def rank_plans(
 
 
 def distinct_layouts(items: Sequence[RankedPlan]) -> list[RankedPlan]:
-    """Return the first plan of each layout; of plans that differ only in names, the first.
+    """Return the first plan of each layout (`layout_of`), and only the first of plans that differ in name only.
 
-    One microbatch on each rank is the same under all schedules, one replica under all stages of ZeRO, and blocks of one
-    op with and without recompute.
+    Plans differ in name only if they have the same step time and memory, such as one microbatch per rank under
+    different schedules, or one replica under different ZeRO stages.
     """
     known: set[Hashable] = set()
     found: list[RankedPlan] = []
@@ -69,7 +70,7 @@ def distinct_layouts(items: Sequence[RankedPlan]) -> list[RankedPlan]:
 
 
 def is_as_fast(item: RankedPlan, fastest: RankedPlan) -> bool:
-    """Return whether a plan is as fast as the fastest one, within the precision of predictions."""
+    """Return whether a plan is as fast as the fastest one within the error of predictions (see the module)."""
     ratio = item.aimed_s / fastest.aimed_s
     if ratio <= 1 + LEAST_DIFFERENCE:
         return True
@@ -80,7 +81,10 @@ def is_as_fast(item: RankedPlan, fastest: RankedPlan) -> bool:
 
 
 def layout_of(item: RankedPlan) -> tuple[Hashable, ...]:
-    """Return what distinguishes a plan in a table, its schedule first: not stage boundaries or shares of work."""
+    """Return the properties that distinguish plans in a table, the schedule first.
+
+    Stage boundaries and the division of microbatches among replicas are not included.
+    """
     plan = item.plan
     return (
         plan.schedule,

@@ -1,11 +1,11 @@
 """Plan again for machines that changed (a device was lost or added, a link slowed), starting from the old plan.
 
-    starts      the plan's stages on the devices that exist now, divided by the work of the stages; with a
-                stage less or more; without pipeline; and with as few idle devices as equal replicas allow
-    changes     boundaries, microbatches, layouts (`methods.auto`), while there is time
+    starts      the old number of stages on the present devices, cut by the work of the layers; also one stage fewer or
+                more, one stage, and equal numbers of replicas with few idle devices
+    changes     of boundaries, microbatches and layouts (`methods.auto`), until the time ends
 
-Op costs and stage memory depend on device kinds and are kept by the cost model (`CostModel.on_machines`), so mostly the
-links are new.
+The cost model keeps op costs and stage memory, which depend on device kinds (`CostModel.on_machines`). So mostly
+costs of links are new.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ def replan(
     prices: Scenario | None = None,
     limits: Limits | None = None,
 ) -> Plans:
-    """Return plans for changed machines, starting from a plan for the machines as they were.
+    """Return plans for changed machines, starting from ``plan``, which was made for the machines before the change.
 
-    ``cost`` is the cost model of the machines as they are: from `apply_scenario` or `without_devices`, or of another
-    cluster. Sharding, recompute, ZeRO, exchange and offload stay; stages, replicas, microbatches and devices are chosen
-    again, within `DEADLINE_S` seconds unless the ``limits`` say otherwise; without a deadline the result is
-    deterministic. Raises NoFeasiblePlanError if nothing fits, PlanError for a plan of another graph.
+    ``cost`` is the cost model of the present machines: from `apply_scenario` or `without_devices`, or of another
+    cluster. Sharding, recompute, ZeRO, exchange and offload stay the same; stages, replicas, microbatches and devices
+    are chosen again. The search takes `DEADLINE_S` seconds unless ``limits`` has another deadline; without a deadline,
+    the result is deterministic. Raises NoFeasiblePlanError if no plan fits into memory, PlanError if the plan is of
+    another graph.
     """
     graph = graph_for(plan.microbatch_size)
     if plan.graph_hash != graph.content_hash:
         raise PlanError(
-            f"The plan to start from is for graph {plan.graph_hash}, but the graph given is {graph.content_hash}. Plan "
-            "for this model without a plan to start from."
+            f"The plan to start from is for graph {plan.graph_hash}, but the graph given is {graph.content_hash}. Give "
+            "the plan's model, or plan without a plan to start from (--from)."
         )
     given = cost.cluster.num_ranks
     cost = _in_whole_teams(cost, plan.sharding.width)
@@ -95,13 +96,13 @@ def replan(
 
     def replanning(problem: Problem, state: SearchState) -> Steps:
         if schedule != plan.schedule:
-            state.note(f"The schedule {plan.schedule} was replaced by {schedule}: only basic schedules are planned.")
+            state.note(f"The schedule {plan.schedule} was replaced by {schedule}: a new plan is gpipe or 1f1b.")
         if plan.idle and not idle:
-            state.note("The plan left out devices of other machines; here, all devices may be used.")
+            state.note("The old plan left devices idle on other machines; the new plan may use all devices.")
         if left_out:
             state.note(
-                f"{format_count(left_out, 'device')} that do not fill a team of {plan.sharding.width} on their node "
-                "were left out; ranks number the others."
+                f"{format_count(left_out, 'device')} that cannot fill a team of {plan.sharding.width} on their node "
+                "were left out; ranks count the remaining devices."
             )
         yield from _from_plan(problem, state, begun)
 
@@ -109,10 +110,11 @@ def replan(
 
 
 def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
-    """Return the step time in seconds of the best plan on the machines of a cost model; None if no plan fits.
+    """Return the step time in seconds of the best new plan on the machines of a cost model; None if no plan fits.
 
-    It uses all devices or, if no plan for them exists, the next smaller power of two. A graph that was captured for one
-    microbatch size keeps it. Slicings of the whole graph are searched, which takes longer than `replan`.
+    The new plan uses all devices or, if no such plan exists, the next smaller power of two. ZeRO, exchange and offload
+    are those of ``plan``; a graph that was captured for one microbatch size keeps it. The search is exact slicing of
+    the whole graph, which takes longer than `replan`.
     """
     count = cost.cluster.num_ranks
     for num_devices in dict.fromkeys((count, 2 ** (count.bit_length() - 1))):
@@ -235,6 +237,6 @@ def _recompute_of(plan: Plan, graph: Graph) -> str:
     if word := name_recompute(graph, Recompute(plan.recompute, plan.keeps)):
         return word
     raise PlanError(
-        "The plan to start from recomputes parts of layers that no word names; expected "
-        f"{', '.join(RECOMPUTE_NAMES)}, or whole layers. Plan without a plan to start from."
+        "The plan to start from recomputes parts of layers that no --recompute word describes; expected "
+        f"{', '.join(RECOMPUTE_NAMES)}, or whole layers. Plan without a plan to start from (--from)."
     )

@@ -52,20 +52,20 @@ DEFAULT_METHOD = "auto"
 
 
 class _UnlikeRequestError(PlanError):
-    """A proposed plan that differs from the request; says in what, but not which plan."""
+    """A proposed plan differs from the request; the message names the properties that differ, but not the plan."""
 
 
 def search_plans(problem: Problem, method: str | Method = DEFAULT_METHOD, limits: Limits | None = None) -> Plans:
-    """Return the best plans of a problem, faster ones first and equally fast ones by memory.
+    """Return the best plans of a problem: faster ones first, among equally fast plans those with less memory.
 
-    ``method`` is a method's name (`methods`), a reference to your own (``path/to/file.py:function``), or such a
-    function. In inference the step is that of the whole batch, so the fastest plan has the highest throughput among the
-    plans that answer a microbatch within ``problem.max_latency_s``. With the aim latency, the best plan answers a batch
-    that arrives at once soonest, and may leave devices out.
+    ``method`` is the name of a method (`methods`), a reference to your own (``path/to/file.py:function``), or your own
+    function. In inference, the fastest plan has the highest throughput among the plans that answer a microbatch within
+    ``problem.max_latency_s``. With the aim latency, plans are ranked by the time to answer a batch that arrives at
+    once, and may leave devices idle.
 
-    Raises PlanError for an invalid problem, NoFeasiblePlanError if nothing fits; its message names the binding
-    constraint and the cheapest change that makes a plan possible. Raises ScheduleError or DeadlockError if own
-    schedules order none of the tried plans.
+    Raises PlanError for an invalid problem, or if a deadline or the method prevented a result. Raises
+    NoFeasiblePlanError if no plan fits into memory; its message names the limiting resource and the cheapest change
+    that makes a plan fit. Raises ScheduleError or DeadlockError if your own schedules work for none of the tried plans.
     """
     limits = limits or Limits()
     require_possible(problem)
@@ -125,12 +125,12 @@ def _raise_nothing_found(log: _Log, method: str, stopped: str, *, is_exact: bool
         raise error
     if stopped or state.is_over:
         raise PlanError(
-            f"No plan that fits was found before {stopped or 'the deadline'} ended the search. Give it more time."
+            f"No plan that fits was found before {stopped or 'the deadline'} ended the search. Allow more time."
         )
     if not is_exact and _best_of(problem) is not None:
         raise PlanError(
-            f"The method {method} proposes no plan that fits, although some exist. Use another method, such as "
-            f"{DEFAULT_METHOD}."
+            f"The method {method} proposes no plan that fits into memory, although such plans exist. Use another "
+            f"method, such as {DEFAULT_METHOD}."
         )
     raise_infeasible(problem, state.rejected, log.evaluate, _best_of)
 
@@ -145,11 +145,14 @@ class _Log:
 
     @property
     def num_simulated(self) -> int:
-        """Distinct plans that were simulated."""
+        """The number of distinct plans that were simulated."""
         return sum(item is not None for item in self._known.values())
 
     def run(self, method: Method) -> str:
-        """Simulate what a method proposes; return what ended it early, "" if nothing did."""
+        """Simulate the plans that a method proposes.
+
+        Return what ended the method early ("the deadline" or "an interrupt"), "" if it ended by itself.
+        """
         steps, result = method(self.problem, self.state), None
         try:
             proposal = next(steps)
@@ -168,7 +171,10 @@ class _Log:
             steps.close()
 
     def evaluate(self, plan: Plan, estimate_s: float | None = None, *, only_fitting: bool = False) -> RankedPlan:
-        """Simulate a plan. Raises PlanError if it does not match this graph and cluster."""
+        """Simulate a plan and return its prediction, with its price if the problem has prices.
+
+        Raises PlanError if the plan does not match the graph or the cluster.
+        """
         problem = self.problem
         graph = problem.graph_for(plan.microbatch_size)
         item = evaluate_plan(
@@ -202,7 +208,7 @@ class _Log:
         return predict_makespan(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
 
     def predict_interval(self, plan: Plan) -> StepInterval:
-        """Return the interval of a plan's step time."""
+        """Return the 80 % interval of a plan's step time."""
         problem = self.problem
         return predict_step_interval(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
 
@@ -257,9 +263,9 @@ def _best_of(problem: Problem) -> RankedPlan | None:
 
 
 def find_front(items: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
-    """Return the Pareto front of step time, reserved memory and price, fastest first.
+    """Return the Pareto front of step time, reserved memory of the fullest rank, and price per step, fastest first.
 
-    Without prices, all devices cost the same.
+    Without prices, devices times step time replaces the price.
     """
     front: list[RankedPlan] = []
     for item in sorted(items, key=_figures):

@@ -1,10 +1,10 @@
-"""The interface of a search method: a generator that yields plans and receives their evaluations.
+"""The interface of a search method: a generator that yields plans and receives their predictions.
 
     def method(problem, state):
-        result = yield Proposal(plan, estimate_s)      result: the simulated plan; None if it is invalid
+        result = yield Proposal(plan, estimate_s)      result: a RankedPlan; None if the plan is not valid
 
-A method decides which plans to try; the search (`search`) simulates them, keeps the best, watches the deadline and
-counts. All methods of a search share a `SearchState`, so that one stops where another has found something better.
+A method decides which plans to try. The search (`search`) simulates them, keeps the best, and ends the method at the
+deadline. All methods of a search share a `SearchState`, so that a method can skip plans that are slower than the best.
 
 Your own method is a function in a file, ``path/to/file.py:function``, with these two arguments. It may also yield plain
 plans.
@@ -32,9 +32,9 @@ _EXPECTED = "yields plans: function(problem, state)"
 
 
 class Proposal(NamedTuple):
-    """A plan to simulate, and the method's own closed-form estimate of its step time, if any.
+    """A plan to simulate; ``estimate_s`` is the method's own estimate of its step time in seconds, if any.
 
-    ``counts`` is False for an intermediate plan that is not an answer.
+    ``counts`` is False for an intermediate plan that must not be in the result.
     """
 
     plan: Plan
@@ -44,11 +44,11 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a search: at most ``max_plans`` results, after ``deadline_s`` seconds at the latest.
+    """Limits of a search: at most ``max_plans`` results, within ``deadline_s`` seconds (None: no deadline).
 
     The same problem and ``seed`` give the same plans in the same order, unless a deadline or an interrupt ends the
-    search, which then returns its plans so far. ``events`` receives the progress. Raises PlanError for a value out of
-    range.
+    search; it then returns the plans found so far. ``events`` receives the progress. Raises PlanError for a value out
+    of range.
     """
 
     max_plans: int = 8
@@ -58,27 +58,27 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.max_plans < 1:
-            raise PlanError(f"At most {self.max_plans} plans were asked for; ask for at least 1.")
+            raise PlanError(f"max_plans={self.max_plans} was given; expected at least 1.")
         if self.deadline_s is not None and not self.deadline_s > 0:
             raise PlanError(f"A deadline of {self.deadline_s} s was given; expected a positive number of seconds.")
 
 
 @dataclass(slots=True, kw_only=True)
 class SearchState:
-    """State shared by the methods of one search; `search` records the results in it.
+    """The state that all methods of one search share; `search` records the results in it.
 
     Attributes:
         max_plans: number of requested plans; a method may propose more.
         random: the only source of random numbers.
         events: receives the progress.
-        stop_at, turn_ends_at: ends of the search and of the running method's turn, on the monotonic clock.
-        best: the fastest plan that fits, of any method.
-        fitting: all plans that fit so far.
-        rejected: simulated plans that do not fit.
-        num_considered: configurations that methods covered, simulated or not.
-        num_pruned: those of them that a bound or memory ruled out without a closer look.
-        bound_s: lower bound of the step time of all plans of the problem, as reported by methods.
-        are_bounds_void: whether a plan was proposed that bounds do not cover.
+        stop_at, turn_ends_at: when the search and the running method must end, in seconds of `time.monotonic`.
+        best: the best plan so far that fits into memory, of any method.
+        fitting: all plans so far that fit into memory.
+        rejected: simulated plans that do not fit into memory.
+        num_considered: number of configurations that methods covered, simulated or not.
+        num_pruned: number of these configurations that were ruled out without a simulation.
+        bound_s: lower bound of the step time of all plans of the problem, as reported by methods; 0 for none.
+        are_bounds_void: True if a plan was proposed that the bounds do not cover.
         refused: plans that could not be simulated, and why.
         notes: sentences for the user about what a method found.
     """
@@ -100,21 +100,24 @@ class SearchState:
 
     @property
     def best_s(self) -> float:
-        """Seconds of the best step so far; infinite before the first."""
+        """Step time of the best plan so far in seconds; infinite before the first."""
         return math.inf if self.best is None else self.best.step_time_s
 
     @property
     def proven_s(self) -> float:
-        """The lower bound of step times if it holds for all proposed plans; else 0."""
+        """The lower bound of step times in seconds, if it holds for all proposed plans; else 0."""
         return 0.0 if self.are_bounds_void or self.bound_s > self.best_s * (1 + 1e-9) else self.bound_s
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline, or until an earlier end of the turn; infinite without either."""
+        """Return the seconds until the search or the running method must end; infinite without a limit.
+
+        The result is negative once the time is over.
+        """
         return min(self.stop_at, self.turn_ends_at) - time.monotonic()
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
+        """True if the deadline of the search has passed."""
         return time.monotonic() >= self.stop_at
 
     def count(self, *, considered: int = 0, pruned: int = 0) -> None:
@@ -127,7 +130,7 @@ class SearchState:
         self.notes.append(sentence)
 
     def bound(self, seconds: float) -> None:
-        """Note a lower bound of the step time of all plans, by the cost model; the highest bound is kept."""
+        """Record a lower bound, in seconds, of the step time of all plans of the problem; the highest bound is kept."""
         self.bound_s = max(self.bound_s, seconds)
 
 
@@ -136,7 +139,10 @@ Method = Callable[[Problem, SearchState], Steps]
 
 
 def own_method(reference: str) -> Method:
-    """Return a method from a user's file. Raises PlanError if it is missing or does not take two arguments."""
+    """Return your own method from a reference ``path/to/file.py:function``.
+
+    Raises PlanError if the function does not exist or cannot be called with two arguments.
+    """
     parts = split_reference(reference)
     if parts is None:
         raise PlanError(
@@ -157,14 +163,17 @@ def own_method(reference: str) -> Method:
 
 
 def checked(function: Callable[[Problem, SearchState], Any], path: Path | None = None) -> Method:
-    """Wrap a user's function as a method; it may yield plain plans. Errors are reported with the line of ``path``."""
+    """Return a user's function as a method that checks what it yields; the function may yield plain plans, too.
+
+    Exceptions of the function become PlanErrors that name the line in ``path``.
+    """
     name = getattr(function, "__name__", type(function).__name__)
 
     def method(problem: Problem, state: SearchState) -> Steps:
         with _reported(path, name):
             steps = function(problem, state)
         if not hasattr(steps, "__iter__"):
-            raise PlanError(f"{name} returned {type(steps).__name__}; expected that it yields plans.")
+            raise PlanError(f"{name} returned {type(steps).__name__}; expected a generator that yields plans.")
         if not inspect.isgenerator(steps):
             steps = (item for item in steps)
         result: RankedPlan | None = None

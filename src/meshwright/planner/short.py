@@ -1,8 +1,8 @@
-"""Shorten the runs of equal layers of a graph: what holds for one block holds for all of them.
+"""Shorten the runs of equal layers of a graph, because equal layers have equal costs.
 
-Of n equal layers in a row three stay: the first, one between equal neighbours, and the last. What follows the run reads
-the last remaining layer instead of the last original one. So a graph of 128 blocks is split, and its costs and memory
-are estimated, as one of three, and `spread` gives every layer of the long graph its figures.
+Three of n equal layers in a row are kept: the first, one between equal neighbours, and the last. Layers after the run
+read the last kept layer. So a graph of 128 equal blocks is split and estimated as a graph of three blocks;
+`ShortGraph.spread` then maps the results to every layer of the whole graph.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ _KEPT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShortGraph:
-    """A shortened graph.
+    """A graph in which runs of equal layers are shortened.
 
-    ``stands_for`` has, for each layer of the long graph, the equal layer of the short one, shape (L,).
+    ``stands_for`` (L,) has, for each layer of the whole graph, the index of the equal layer in the short graph.
     """
 
     graph: Graph
     stands_for: NDArray[np.int64]
 
     def spread(self, figures: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Map figures of the short graph's layers (the last axis) to all layers of the long one."""
+        """Map values per layer of the short graph (along the last axis) to all layers of the whole graph."""
         return figures[..., self.stands_for]
 
 
 def shorten(graph: Graph) -> ShortGraph:
-    """Return the graph with all possible runs shortened; the same graph if there are no such runs.
+    """Return the graph with all possible runs of equal layers shortened; the same graph if there are no such runs.
 
-    A run stays unchanged if another layer than its last has an output that is used after the run, as with skips.
+    A run is kept as it is if layers after the run read outputs of a layer other than its last, as with skip
+    connections.
     """
     runs = [run for run in _runs(graph) if _is_chain(graph, *run)]
     dropped = {layer for start, stop in runs for layer in range(start + _KEPT - 1, stop - 1)}
@@ -79,7 +80,7 @@ def _values(graph: Graph, ids: tuple[int, ...]) -> Hashable:
 
 @lru_cache(maxsize=64)
 def is_plain_chain(graph: Graph) -> bool:
-    """Return whether every layer reads an output of the layer before it, so that a value passes through all."""
+    """Return whether every layer reads an output of the layer before it, so that no layers can run in parallel."""
     home: dict[int, int] = {}
     linked = [False] * len(graph.layers)
     for index, layer in enumerate(graph.layers):

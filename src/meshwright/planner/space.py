@@ -46,10 +46,10 @@ def list_shardings(
     sequence_parallel: bool = False,
     placements: tuple[OpPlacement, ...] = (),
 ) -> tuple[Sharding, ...]:
-    """Return all combinations of mesh-axis sizes, as shardings.
+    """Return the shardings of all combinations of axis sizes.
 
-    With several combinations, options that need an axis of a size above 1 are dropped where it has size 1. Raises
-    PlanError if an axis's only size does not allow a requested option.
+    If there are several combinations, ``sequence_parallel`` and ``placements`` are dropped from those in which their
+    axis has size 1. Raises PlanError if there is only one combination, and it does not allow a requested option.
     """
     sizes = list(product(dict.fromkeys(tensor), dict.fromkeys(context), dict.fromkeys(expert)))
     found = []
@@ -65,9 +65,10 @@ def list_shardings(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Space:
-    """A problem under one setting: stages, replicas, microbatches, schedule and ranks are left to choose.
+    """A problem under one setting; stages, replicas, microbatches, schedule and ranks remain to be chosen.
 
-    ``graph_for``, ``cluster``, ``workload`` and ``cost`` are those of one team; ``num_ranks`` counts teams.
+    A rank is a team of devices: ``num_ranks`` counts teams, ``cluster`` and ``cost`` are of teams, and ``workload`` and
+    ``graph_for`` are those of one team.
     """
 
     problem: Problem
@@ -87,11 +88,11 @@ class Space:
 
     @property
     def offload(self) -> Offload:
-        """The offload of this space's plans."""
+        """The offload of all plans of this space."""
         return self.setting.offload
 
     def graph_for(self, microbatch_size: int) -> Graph:
-        """Return the local graph for a microbatch size, as computed in the workload's precision."""
+        """Return the graph that one device computes for a microbatch size, in the workload's precision."""
         graph, setting = self.problem.graph_for(microbatch_size), self.setting
         if setting.sharding.is_whole and setting.recompute == "none":
             return as_computed(graph, self.workload.numbers)
@@ -101,7 +102,7 @@ class Space:
         return self._graphs[id(graph)][1]
 
     def tables(self, microbatch_size: int) -> Tables:
-        """Return seconds and bytes of all stages at a microbatch size, made once for all methods."""
+        """Return the seconds and bytes of all stages at a microbatch size, cached for all methods."""
         if microbatch_size not in self._tables:
             graph = self.graph_for(microbatch_size)
             if id(graph) not in self._structures:
@@ -114,12 +115,12 @@ class Space:
         return self._tables[microbatch_size]
 
     def make_plan(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str) -> Plan:
-        """Return a plan of the local graph; its ranks are teams."""
+        """Return the plan with these stages for the local graph; its ranks are teams."""
         graph = self.graph_for(microbatch_size)
         return self._make_plan(stages, microbatch_size, schedule, graph.content_hash)
 
     def make_whole(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str) -> Plan:
-        """Return the same plan of the whole graph, without building the local graph."""
+        """Return the plan with these stages for the whole graph; the local graph is not built."""
         graph = self.problem.graph_for(microbatch_size)
         return self.whole(self._make_plan(stages, microbatch_size, schedule, graph.content_hash))
 
@@ -142,13 +143,16 @@ class Space:
         )
 
     def shareable(self, counts: Iterable[int], microbatch_size: int) -> tuple[int, ...]:
-        """Return the numbers of replicas among ``counts`` that may shard states: 1 or divisible by the shard size."""
+        """Return the numbers of replicas in ``counts`` that a stage may have.
+
+        Each is 1 or divisible by the shard size; with ZeRO 2 and 3 it must also divide the number of microbatches.
+        """
         size, num_microbatches = self.exchange.shard_size, self.workload.global_batch // microbatch_size
         allowed = (count for count in counts if takes_part_alike(count, num_microbatches, self.exchange.zero))
         return tuple(count for count in allowed if count == 1 or not size or count % size == 0)
 
     def whole(self, plan: Plan) -> Plan:
-        """Return a plan of the local graph as a plan of the whole graph."""
+        """Return the plan of the whole graph for a plan of the local graph: with sharding and recompute added."""
         setting = self.setting
         if setting.sharding.is_whole and setting.recompute == "none":
             return plan
@@ -167,7 +171,7 @@ class Space:
 
 
 def make_space(problem: Problem, setting: Setting) -> Space:
-    """Return the space of a setting. Raises as `Problem.space`."""
+    """Return the space of a setting. Raises the errors of `Problem.space`."""
     sharding, chosen = setting.sharding, problem.choices
     workload = own_workload(problem.workload, sharding)
     cluster = problem.cluster.without(setting.idle) if setting.idle else problem.cluster
@@ -175,7 +179,7 @@ def make_space(problem: Problem, setting: Setting) -> Space:
     if setting.num_devices % sharding.width:
         raise PlanError(
             f"{setting.num_devices} devices cannot be used in teams of {sharding.width} (tensor times context times "
-            "expert); expected a multiple. Choose another number of devices, or other sizes of the axes."
+            f"expert); expected a multiple of {sharding.width}. Choose another number of devices, or other axis sizes."
         )
     num_ranks = setting.num_devices // sharding.width
     sizes = problem.microbatch_sizes(workload)
@@ -205,7 +209,7 @@ def _check_named_stages(chosen: Choices, recompute: str) -> None:
     """Raise PlanError for words per stage unless all plans have these stages."""
     if is_by_stage(recompute) and (not chosen.num_stages or min(chosen.num_stages) < num_named_stages(recompute)):
         raise PlanError(
-            f"Stages were named in {recompute!r}; expected plans with all of these stages. Give "
+            f"The recompute setting {recompute!r} names stages; expected plans that have all of them. Give "
             f"--stages {num_named_stages(recompute)} or more, or one word for all stages."
         )
 
@@ -229,9 +233,9 @@ def _quick_enough(space: Space, max_latency_s: float) -> Space:
         size, seconds = min(least.items(), key=lambda item: item[1])
         split = space.setting.sharding.describe() or "whole ops"
         raise PlanError(
-            f"No plan with {split} answers a microbatch within {format_seconds(max_latency_s)}: one of "
+            f"No plan with {split} answers a microbatch within {format_seconds(max_latency_s)}: a microbatch of "
             f"{size} samples takes at least {format_seconds(seconds)} to compute. Allow smaller "
-            "microbatches, split ops over devices, or allow more time."
+            "microbatches, split ops over devices (--tensor), or allow a longer --max-latency."
         )
     found = replace(space, microbatch_sizes=sizes)
     found._graphs.update(space._graphs)

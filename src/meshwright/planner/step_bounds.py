@@ -1,20 +1,21 @@
 """Lower bound of the step time of all plans of a space, from the same costs that the simulator uses.
 
-With t(i, j) the seconds of a microbatch in stage i:j on the fastest device kind, o(i, j) the seconds of its optimizer
-step, P(i) the seconds of a microbatch in all layers before i, and n = ceil(M / r) of the M microbatches on each of the
-r replicas, a step takes at least
+Stage i:j has r replicas, each of which computes n = ceil(M / r) of M microbatches. In seconds, on the fastest device
+kind: t(i, j) is a microbatch in the stage, o(i, j) its optimizer step, P(i) a microbatch in all layers before i. A step
+takes at least each of
 
     own work      n · t(i, j) + o(i, j)          for every stage, on its own ranks
-    way there     P(i) + n · t(i, j)             for synchronous schedules with whole backwards: stage i:j starts when a
-                                                 microbatch has passed the layers before it, and the next step
-                                                 when its last one has passed back through them
+    fill, drain   P(i) + n · t(i, j)             for synchronous schedules with whole backwards: stage i:j can start
+    only
+                                                 after the forward of a microbatch in the layers before it; the step
+                                                 ends after the backward of the last microbatch in these layers
     all work      M · Σ w(l) / Σ over ranks of max over layers (w(l) / t(l))
-                                                 for any weights w of the layers, here those on the fastest kind
+                                                 for any weights w of the layers; here, t on the fastest kind
 
-The minimum over all slicings of the maximum of the first two is found by bisection: for a threshold θ, a small dynamic
-program finds the fewest ranks that hold the layers 0..j within θ each. It ignores transfers, gradient reductions and
-memory, so it is a bound for all layouts, exchanges and placements. Where ranks hold several stages, only the third
-bound and the time of one microbatch are known.
+Of all slicings, the least maximum of the first two is found by bisection: for a threshold θ, a small dynamic program
+finds the fewest ranks on which all stages of the layers 0..j take at most θ. It ignores transfers, gradient reductions
+and memory, so the bound holds for all layouts, exchanges and placements. If ranks hold several stages, the bound is
+the third one, or the time of one microbatch in all layers if that is longer.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ ROUNDING = 1 - 1e-6
 
 
 def bound_space(space: Space) -> float:
-    """Return a lower bound of the step time of every plan of the space, in seconds."""
+    """Return a lower bound, in seconds, of the step times of all plans of the space."""
     return min((bound_tables(space, space.tables(size)) for size in space.microbatch_sizes), default=math.inf)
 
 
 def bound_tables(space: Space, tables: Tables) -> float:
-    """Return the lower bound for one microbatch size, in seconds."""
+    """Return a lower bound, in seconds, of the step times of all plans of the space at one microbatch size."""
     bounds = [_bound_schedule(space, tables, schedule) for schedule in space.schedules]
     return min(bounds, default=math.inf) * ROUNDING
 

@@ -13,19 +13,19 @@ _RELATIVE_TOLERANCE = 1e-12
 
 
 class SumAndBottleneck(Protocol):
-    """A solution: its cost and the two terms of the cost."""
+    """Interface: a solution with its cost in seconds, and the two terms of the cost."""
 
     @property
     def seconds(self) -> float:
-        """``sum_s + bottleneck_s``."""
+        """The cost: ``sum_s + bottleneck_s``."""
 
     @property
     def sum_s(self) -> float:
-        """The term that the dynamic program minimises."""
+        """The term that the dynamic program minimises, in seconds."""
 
     @property
     def bottleneck_s(self) -> float:
-        """The term that stays within the threshold."""
+        """The term that must not exceed the threshold, in seconds."""
 
 
 Found = TypeVar("Found", bound=SumAndBottleneck)
@@ -39,11 +39,10 @@ Found = TypeVar("Found", bound=SumAndBottleneck)
 def minimise_over_thresholds(
     solve: Callable[[float], tuple[Found | None, float]], cutoff_s: float = np.inf
 ) -> Found | None:
-    """Return the cheapest solution; None if there is no solution below ``cutoff_s``.
+    """Return the solution with the least cost; None if no solution costs less than ``cutoff_s`` seconds.
 
-    "Below" is strict: a cutoff of 0 s excludes every solution, also one that takes 0 s. ``solve`` takes a threshold,
-    and returns the solution with the least sum within it (None if there is no such solution) and a value above the
-    threshold below which nothing changes.
+    ``solve(threshold)`` returns two values: the solution with the least sum whose bottleneck is within the threshold
+    (None if there is no such solution), and the next higher threshold at which the solution may change.
     """
     best: Found | None = None
     # Parts of the range of θ still to search: (bound, lowest θ, highest θ, least sum at the highest θ).

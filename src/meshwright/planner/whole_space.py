@@ -1,15 +1,16 @@
-"""The whole space (`whole_space`): choices for everything that the runtime can execute; a comparison of schedules.
+"""The whole space (`whole_space`): the choices of all plans that the runtime can execute; a comparison of schedules.
 
-Given choices restrict it. `compare_schedules` simulates one plan's stages under several schedules.
+Every choice that the caller gives restricts the space. The others have these values:
 
-    axes         tensor (with the tokens split between products, and without), context, expert: sizes that split the
-                 graph, in teams within a node; teams with expert parallelism may span nodes
+    axes         tensor (with and without sequence parallelism), context, expert: sizes that split the graph, in teams
+                 within a node; teams with expert parallelism may span nodes
     states       ZeRO 0 to 3, over all replicas or within nodes (HSDP)
-    recompute    none, op, full; without op where layers are compiled
-    schedules    1f1b, gpipe, interleaved with 2 or 4 stages on a rank, zb-h1 unless layers are compiled
-    devices      all of them; of an unequal cluster, also the rest without its slow kinds and nodes, unless their
-                 number is given
-    offload      nothing; if no plan fits otherwise, optimizer states, parameters and activations in host memory
+    recompute    none, op, full; op only if layers are not compiled
+    schedules    1f1b, gpipe, interleaved with 2 or 4 stages per rank; zb-h1 only if layers are not compiled
+    devices      all; on an unequal cluster, also all without its slow kinds and nodes, unless their number is given
+    offload      nothing; only if no plan fits: optimizer states, parameters and activations in host memory
+
+`compare_schedules` simulates one plan's stages under several schedules.
 """
 
 from __future__ import annotations
@@ -61,18 +62,21 @@ def compare_schedules(
     cost: CostModel | None = None,
     contention: Contention = "queued",
 ) -> tuple[RankedPlan, ...]:
-    """Simulate the plan as it is, then under each of the other ``schedules``, with true counts in flight."""
+    """Simulate a plan under its own schedule, then under each of ``schedules``; return the predictions in this order.
+
+    Schedules that give the same plan are simulated once. Raises the errors of `adopt_schedule`.
+    """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     plans = dict.fromkeys([plan, *(adopt_schedule(plan, schedule, graph, cost) for schedule in schedules)])
     return evaluate_plans(tuple(plans), graph, cluster, cost, contention=contention)
 
 
 def schedule_rows(items: Sequence[RankedPlan], graph: Graph, cost: CostModel) -> list[dict[str, Any]]:
-    """Return one plain row per schedule.
+    """Return one dict per plan of `compare_schedules`.
 
-    Keys: ``schedule``, ``step_s``, ``samples_per_s``, ``bubble_share``, ``in_flight`` (the most microbatches that a
-    replica holds, per stage), ``activations_bytes`` (their largest total on a rank), and of the fullest rank
-    ``peak_bytes``, ``limit_bytes`` and ``fits``.
+    Keys: ``schedule``, ``step_s``, ``samples_per_s``, ``bubble_share``, ``in_flight`` (for each stage, the most
+    microbatches that a replica holds at once), ``activations_bytes`` (the largest total of these microbatches on a
+    rank); of the fullest rank ``peak_bytes`` and ``limit_bytes``; ``fits``.
     """
     return [_row(item, graph, cost) for item in items]
 
@@ -151,10 +155,11 @@ def whole_space(
     num_stages: Sequence[int] = (),
     microbatch_sizes: Sequence[int] = (),
 ) -> Choices:
-    """Return the choices of plans of a graph: the given ones, and everything for those not given (None, or empty).
+    """Return the choices of a search: the given values, and all useful values of the choices that are not given.
 
-    ``graph`` may have any microbatch size. Raises PlanError for choices that exclude each other, as `list_shardings`
-    and `Choices` do.
+    A choice is not given if it is None or empty; the values of these are listed at the module. ``graph`` may be that of
+    any microbatch size. Raises PlanError for given values that exclude each other, as `list_shardings` and `Choices`
+    do.
     """
     training = workload.kind == "training"
     if zero is None:

@@ -1,12 +1,13 @@
 """Ops of a graph that must stay together (`find_tasks`), and a user's constraints on their devices (`find_choices`).
 
-Tasks are what `place` places separately. Three things keep ops together:
+A task is a set of ops that `place` puts on one device and runs together. Ops depend on each other in three ways:
 
-- **one task**: ops around memory that is written in place, from its first maker to its last write (all users, if it is
-  state), because a value must not leave before its last write; and ops on a path between two ops of a task, since the
-  task would otherwise wait for itself. Found as the strongly connected components of the graph with such ops merged.
+- **one task**: ops that touch memory that is written in place, from its first maker to its last write (all its users,
+if
+  it is state), because a value must not be sent before its last write; and ops on a path between two ops of a task,
+  since the task would otherwise wait for itself. They are found as strongly connected components.
 - **one device**: ops that share a trained parameter, so that its gradient needs no reduction.
-- **order**: ops that draw random numbers follow each other in the graph's order, since they share one generator.
+- **order**: ops that draw random numbers run in the graph's order, since they share one generator.
 
 Replicable ops are not tasks: every device computes those that it needs.
 """
@@ -31,10 +32,10 @@ _HELD = ("input", "parameter", "buffer", "constant")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """A partition of the ops to place.
+    """A partition of the ops to place into tasks.
 
-    ``ops[t]`` ascending; ``reads[t]`` are (task, tensor) pairs, each tensor once, that task t reads from others, with
-    `GENERATOR` for the state of the random generator.
+    ``ops[t]`` are the ops of task t, ascending. ``reads[t]`` are the pairs (other task, tensor) that task t reads, each
+    once; the tensor `GENERATOR` stands for the state of the random generator.
     """
 
     ops: tuple[tuple[int, ...], ...]
@@ -42,11 +43,11 @@ class Tasks:
 
     @property
     def task_of(self) -> dict[int, int]:
-        """The task of each placed op."""
+        """A dict from each placed op to its task."""
         return {op: task for task, ops in enumerate(self.ops) for op in ops}
 
     def readers(self) -> list[list[int]]:
-        """Return the tasks that read from each task, ascending, each once."""
+        """Return, for each task, the tasks that read from it, ascending."""
         found: list[list[int]] = [[] for _ in self.ops]
         for task, reads in enumerate(self.reads):
             for source in sorted({source for source, _ in reads}):
@@ -75,7 +76,7 @@ class UnionFind:
 
 
 def find_tasks(graph: Graph) -> Tasks:
-    """Return the smallest tasks that may be placed separately."""
+    """Return the tasks of a graph: the smallest sets of ops that may be placed separately."""
     sets = UnionFind(len(graph.ops))
     for ops in _written_together(graph):
         sets.merge(ops)
@@ -89,10 +90,10 @@ def find_tasks(graph: Graph) -> Tasks:
 
 
 def merge_chains(graph: Graph, tasks: Tasks, classes: Sequence[object]) -> tuple[Tasks, tuple[int, ...]]:
-    """Merge the tasks of each chain; return the new tasks, and the new task of each old one.
+    """Merge the tasks of each chain; return the new tasks, and for each old task its new task.
 
-    A chain is a run of tasks in which each reads only the one before and is read only by the next one; its tasks have
-    one class (by ``classes``, shape (tasks,)).
+    In a chain, each task reads only the task before and is read only by the next one. All tasks of a chain must have
+    equal entries in ``classes``, shape (tasks,).
     """
     sets = UnionFind(len(tasks.ops))
     readers = tasks.readers()
@@ -108,7 +109,7 @@ def merge_chains(graph: Graph, tasks: Tasks, classes: Sequence[object]) -> tuple
 
 
 def group_tasks(graph: Graph, grouped: Iterable[tuple[int, int]]) -> Tasks:
-    """Return the tasks of pairs (group, op)."""
+    """Return the tasks that pairs (group, op) define: one task per group."""
     groups: dict[int, list[int]] = defaultdict(list)
     for group, op in grouped:
         groups[group].append(op)
@@ -122,7 +123,7 @@ def group_tasks(graph: Graph, grouped: Iterable[tuple[int, int]]) -> Tasks:
 
 
 def parameter_sharers(graph: Graph) -> list[list[int]]:
-    """Return the ops that share a trained parameter, for every parameter with several readers."""
+    """Return, for every trained parameter that several ops read, these ops; nothing for inference."""
     if graph.mode != "training":
         return []
     users: dict[int, list[int]] = defaultdict(list)
@@ -186,9 +187,8 @@ def _written_storages(graph: Graph, op: Op) -> set[int]:
 class Constraints:
     """A user's constraints on the devices of ops.
 
-    A name is that of an op, of a layer, or of a module with all ops inside it.
-
-    ``fixed``: name → device. ``forbidden``: name → devices. ``together``: groups of names that share a device.
+    A name is that of an op, of a layer, or of a module with all ops inside it. ``fixed`` maps a name to its device,
+    ``forbidden`` a name to the devices that it must not use. ``together``: groups of names that share one device.
     """
 
     fixed: Mapping[str, int] = field(default_factory=dict)
@@ -198,9 +198,10 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedDevices:
-    """Per task: the allowed devices, as indices of the given devices, and its group, which shares one device.
+    """The devices that constraints allow for each task.
 
-    Groups are numbered by their first task.
+    ``allowed`` are indexes into the given devices. ``groups`` has the group of each task, by the number of its first
+    task; the tasks of a group share one device.
     """
 
     allowed: tuple[tuple[int, ...], ...]
@@ -208,9 +209,9 @@ class AllowedDevices:
 
 
 def find_choices(graph: Graph, tasks: Tasks, devices: Sequence[int], constraints: Constraints) -> AllowedDevices:
-    """Return the devices that the constraints allow.
+    """Return the devices that the constraints allow for each task.
 
-    Raises PlanError for unknown names and devices, NoFeasiblePlanError if no device is left.
+    Raises PlanError for unknown names and devices, NoFeasiblePlanError if a task has no allowed device.
     """
     task_of, sets = tasks.task_of, UnionFind(len(tasks.ops))
     for sharing in parameter_sharers(graph):
@@ -227,9 +228,10 @@ def find_choices(graph: Graph, tasks: Tasks, devices: Sequence[int], constraints
             if not left[group]:
                 first = graph.ops[tasks.ops[group][0]]
                 raise NoFeasiblePlanError(
-                    f"The constraint on {name!r} leaves no device for op {first.name!r}, which has to stay with it or "
-                    "is constrained elsewhere (ops stay together that share a trained parameter, write to the same "
-                    f"memory, or were put together). The devices are {', '.join(map(str, devices))}. Loosen one."
+                    f"The constraint on {name!r} leaves no device for op {first.name!r}, which must be on the same "
+                    "device or has another constraint (ops stay together if they share a trained parameter, write to "
+                    "the same memory, or you put them together). The devices are "
+                    f"{', '.join(map(str, devices))}. Loosen one constraint."
                 )
     places = {device: index for index, device in enumerate(devices)}
     groups = tuple(sets.find(task) for task in range(len(tasks.ops)))

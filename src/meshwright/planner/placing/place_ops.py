@@ -1,15 +1,14 @@
 """Place every op of a graph on a device, so that one step takes as little time as possible.
 
-    tasks        ops that can only be placed together (`op_tasks`), and chains of them: a branch moves as a whole
+    tasks        find ops that can only be placed together (`op_tasks`), and chains of tasks, which move as a whole
     candidates   all on one device; pipelines of equal parts; list schedules of tasks, of chains (`placement_search`)
-    step time    of each candidate, simulated with its program: one step from a cold start
-    search       chains of the best one are moved, the heaviest first, while that makes it faster
+    step time    simulate the program of each candidate: one step from a cold start
+    search       move chains of the best candidate, the heaviest first, while the step becomes shorter
 
-So a placement is never slower, in the simulator, than the best single device on which the model fits. The search is
-deterministic. If memory does not suffice, list scheduling is repeated with lower and lower limits, because it only
-counts what ops hold on their own. The idea of a placer that inserts one send and receive per tensor and destination is
-TensorFlow's (Abadi et al., OSDI 2016, 3.2.1); that of moving ops under a simulator, FlexFlow's (Jia, Zaharia, Aiken,
-MLSys 2019).
+So in the simulator, the result is never slower than the fastest single device on which the model fits. The search is
+deterministic. If memory does not suffice, list scheduling is repeated with lower memory limits, because it counts only
+what ops hold permanently. Placing ops and inserting one send and receive per tensor and destination is TensorFlow's
+idea (Abadi et al., OSDI 2016, 3.2.1); moving ops under a simulator is FlexFlow's (Jia, Zaharia, Aiken, MLSys 2019).
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ def place(
         workload: the work of one step.
         devices: the ranks that may be used.
         constraints: further constraints on devices of ops.
-        num_microbatches: parts into which the batch is divided, so that devices work in parallel on several.
+        num_microbatches: number of microbatches per step; with several, devices can work at the same time.
         cost: the cost model (default: the cluster's datasheet figures).
-        memory: how much of each device may be used.
-        model: the model's reference, for the document.
-        model_sizes: the requested sizes that differ from the model's own, for the document.
+        memory: how much memory of each device may be used.
+        model: the reference to the model that the placement file records.
+        model_sizes: the requested sizes that differ from the model's own, also recorded.
         max_simulated: the most placements that may be simulated, at least 1.
 
     Raises:
@@ -88,7 +87,7 @@ def seconds_on_one_device(
     cost: CostModel,
     memory: MemoryLimit | None = None,
 ) -> float | None:
-    """Return the seconds of the same step on the fastest single device; None if it fits on no device."""
+    """Return the seconds of the placement's step on the fastest of single devices; None if it fits on no device."""
     kinds = {cluster.device_kind(device).name: device for device in reversed(devices)}
     seconds = []
     for device in kinds.values():
@@ -130,10 +129,10 @@ def _check(
             f"The workload is {workload.kind}, but the graph was captured for {graph.mode}; capture it in that mode."
         )
     if max_simulated < 1:
-        raise PlanError(f"{max_simulated} placements may be simulated; expected at least 1.")
+        raise PlanError(f"max_simulated={max_simulated} was given; expected at least 1.")
     if any(op.phase == "backward" for op in graph.ops):
         raise GraphError(
-            f"Graph {graph.name!r} holds its own backward, whose ops cannot be placed; give the graph of the model."
+            f"Graph {graph.name!r} contains its own backward ops, which cannot be placed; give the forward graph."
         )
     if all(op.replicable for op in graph.ops):
         raise GraphError(f"Graph {graph.name!r} has nothing to place: every op can be computed anywhere.")

@@ -1,10 +1,10 @@
-"""The search behind `place` (`search_placement`): list schedules and other candidates, simulated, and moves of chains.
+"""The search behind `place` (`search_placement`): simulate list schedules and other candidates, then move chains.
 
-Stages of a placement are runs of tasks of one device without communication in between. Tasks are taken in one order
-over all devices in which each follows what it reads. A stage ends after a task from which another device reads, so that
-the output is sent at once, and before a task that is the first of its device to read something from another one, so
-that no task waits longer than necessary. So a stage waits only before its first task, and others wait only for its last
-one: stages can be ordered as their first tasks are.
+A stage of a placement is a run of tasks of one device without communication in between. All tasks have one order over
+all devices, in which each follows the tasks that it reads. A stage ends after a task from which another device reads,
+so that the output is sent at once. A stage also ends before a task that is the first of its device to read a tensor of
+another device, so that no task waits longer than necessary. So a stage waits only before its first task, and other
+stages wait only for its last task; stages are ordered by their first tasks.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskCosts:
-    """``seconds`` to compute a task on a device and ``num_bytes`` that it holds there, shape (tasks, devices).
+    """The costs of tasks on devices.
 
-    ``send_s(tensor, source, target)`` returns the seconds to move a tensor between two devices and, in training, its
-    gradient back. ``limit_bytes`` has shape (devices,).
+    Shape (tasks, devices): ``seconds`` of one microbatch, and ``num_bytes`` that a task holds permanently.
+    ``limit_bytes`` (devices,) is the memory limit. ``send_s(tensor, source, target)`` returns the seconds to send a
+    tensor from one device to another and, in training, its gradient back.
     """
 
     seconds: Floats
@@ -79,9 +80,9 @@ class Assignment:
 def schedule_tasks(
     tasks: Tasks, costs: TaskCosts, allowed: Sequence[tuple[int, ...]], together: Sequence[int]
 ) -> Assignment | None:
-    """Put each task on one of its ``allowed`` devices (numbers of columns); None if memory does not suffice.
+    """Assign each task to one of its ``allowed`` devices by list scheduling; None if memory does not suffice.
 
-    Tasks with the same number in ``together`` share a device, that of the first one.
+    Devices are indexes into the columns of ``costs``. Tasks with the same number in ``together`` share one device.
     """
     members: dict[int, list[int]] = defaultdict(list)
     for task, group in enumerate(together):
@@ -114,7 +115,7 @@ class _Timetable:
         self.starts = [0.0] * len(tasks.ops)
 
     def finish(self, task: int, device: int) -> float:
-        """Return the time at which a task would finish on a device."""
+        """Return the time, in seconds, at which a task would finish on a device."""
         seconds = float(self._costs.seconds[task, device])
         return self._gap(device, self._ready(task, device), seconds) + seconds
 
@@ -171,7 +172,7 @@ def _by_upward_rank(tasks: Tasks, costs: TaskCosts) -> list[int]:
 
 
 def order_tasks(tasks: Tasks, starts: Sequence[float]) -> list[int]:
-    """Return all tasks, each after those that it reads, otherwise ordered by start."""
+    """Return the numbers of all tasks, each after the tasks that it reads, otherwise by ascending ``starts``."""
     waiting = [len({source for source, _ in reads}) for reads in tasks.reads]
     readers = tasks.readers()
     ready = sorted((starts[task], task) for task, count in enumerate(waiting) if not count)
@@ -193,7 +194,7 @@ _MEMORY_SHARES = (1.0, 0.85, 0.7, 0.5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceProblem:
-    """The arguments of `place`; ``limits_bytes`` has one entry for each of ``ranks``."""
+    """The arguments of `place`, checked; ``limits_bytes`` is the memory limit of each of the ``ranks``."""
 
     graph: Graph
     cluster: Cluster
@@ -222,12 +223,15 @@ class _Candidate:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The sort key, smaller is better: first the excess of memory, then the time."""
+        """Sort key (bytes beyond the memory limit, time of a step); smaller is better."""
         return self.excess_bytes, self.step_ps
 
 
 def search_placement(problem: PlaceProblem, max_simulated: int) -> Placement:
-    """Return the fastest placement found. Raises NoFeasiblePlanError if none fits, PlanError as `place` does."""
+    """Return the fastest placement found with at most ``max_simulated`` simulations.
+
+    Raises NoFeasiblePlanError if no placement fits into memory, PlanError in the cases of `place`.
+    """
     search = _Search(problem, max_simulated)
     best = min(search.start(), key=lambda item: item[0].key)
     candidate = search.improve(*best)
@@ -246,9 +250,10 @@ class _Search:
         self._known: dict[Placement, _Candidate] = {}
 
     def start(self) -> Iterator[tuple[_Candidate, Assignment]]:
-        """Yield everything on one device, pipelines, and list schedules.
+        """Yield candidates with their assignments: all tasks on one device, pipelines, list schedules.
 
-        List schedules with lower memory limits follow only if nothing fits.
+        List schedules with lower memory limits follow only if no candidate fits. Raises NoFeasiblePlanError without any
+        candidate.
         """
         least: int | None = None
         for assignment in self._assignments():
@@ -262,14 +267,17 @@ class _Search:
             yield candidate, assignment
         if least is None:
             raise NoFeasiblePlanError(
-                f"The parameters of {self._problem.model} with what training keeps for them do not fit: the devices "
-                f"{', '.join(map(str, self._problem.ranks))} have "
+                f"The parameters of {self._problem.model} (with gradients, optimizer states and outputs in training) "
+                f"do not fit: the devices {', '.join(map(str, self._problem.ranks))} have "
                 f"{', '.join(map(format_bytes, self._problem.limits_bytes))}. Give more devices, or loosen constraints "
-                "that put much on one."
+                "that put many ops on one device."
             )
 
     def improve(self, best: _Candidate, assignment: Assignment) -> _Candidate:
-        """Move chains, with the tasks that share their device, the heaviest first, while that helps."""
+        """Return the best candidate after moving chains to other devices, the heaviest first, while that helps.
+
+        Tasks that must share a device move together.
+        """
         moves = self._moves()
         improved = True
         while improved:
@@ -435,14 +443,17 @@ def _does_not_fit(problem: PlaceProblem, placement: Placement) -> NoFeasiblePlan
     rank = max(used, key=lambda item: simulation.memory[item].total_bytes - limit[item])
     peak = simulation.memory[rank]
     return NoFeasiblePlanError(
-        f"No placement of {problem.model} was found that fits: at best rank {rank} needs "
-        f"{format_bytes(peak.total_bytes)} of {format_bytes(limit[rank])}; the largest part: {name_part(peak.owner)}. "
-        "Give more devices, smaller microbatches (num_microbatches), or loosen constraints."
+        f"No placement of {problem.model} was found that fits into memory. In the closest one, rank {rank} needs "
+        f"{format_bytes(peak.total_bytes)} and has {format_bytes(limit[rank])}; the largest part: "
+        f"{name_part(peak.owner)}. Give more devices, smaller microbatches (num_microbatches), or loosen constraints."
     )
 
 
 def cut_stages(tasks: Tasks, ranks: Sequence[int], order: Sequence[int]) -> tuple[PlacedStage, ...]:
-    """Return the stages of tasks on ``ranks``, shape (tasks,), in an ``order`` in which each follows what it reads."""
+    """Return the stages of a placement.
+
+    ``ranks`` has the rank of each task, shape (tasks,). In ``order``, each task must follow the tasks that it reads.
+    """
     leaves = [False] * len(tasks.ops)
     for task, reads in enumerate(tasks.reads):
         for source, _ in reads:

@@ -1,7 +1,7 @@
 """Stage tables: seconds and bytes of every possible stage of a graph, computed once for all cuts.
 
-`find_structure` finds the ops, parameters and values of a stage i:j, as rectangles. `make_tables` gives their seconds
-on every device kind, and their bytes, at one microbatch size.
+Stage i:j has the layers i to j - 1. `find_structure` finds its ops, parameters and values, as rectangles. `make_tables`
+computes its seconds on every device kind, and its bytes, at one microbatch size.
 """
 
 from meshwright.planner.stage_tables.stage_tables import (

@@ -1,4 +1,4 @@
-"""Seconds and bytes of every possible stage i:j of a graph at one microbatch size (`make_tables`), for all methods."""
+"""Seconds and bytes of every possible stage i:j (layers i to j - 1) at one microbatch size (`make_tables`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageBytesTable:
-    """Bytes of stages i:j, float64 of shape (L, L + 1), whole numbers; ``flight`` and ``leaving`` are per microbatch.
+    """Bytes of all stages i:j, whole numbers as float64, shape (L, L + 1).
 
-    ``parameters`` and ``states`` are parts of ``static``. ``inputs`` are of one microbatch, present for all of a step.
-    ``most`` (2, L, L + 1, 4) is that of `SlicingProblem`: the only table that `settle` changes besides ``leaving``.
-    ``crossing_forward`` and ``crossing_backward`` (L,): bytes of one microbatch over the boundary before layer i.
+    ``static``: held all the time, including ``parameters`` and ``states`` (of the optimizer). Per microbatch in flight:
+    ``flight`` (saved and received) and ``leaving`` (sent to later stages). ``inputs``: of one microbatch, held for the
+    whole step. ``exchange``: gradients to reduce. ``most`` (2, L, L + 1, 4) is described in `SlicingProblem`; only
+    ``most`` and ``leaving`` change in `settle`. ``crossing_forward`` and ``crossing_backward`` (L,): bytes that one
+    microbatch sends over the boundary before layer i.
     """
 
     static: Floats
@@ -42,7 +44,7 @@ class StageBytesTable:
     crossing_backward: Floats
 
     def settle(self, i: int, j: int, memory: StageMemory, *, exchanges: bool) -> None:
-        """Replace a lower bound by the result of a walk."""
+        """Replace the lower bound of stage i:j by its exact memory; ``exchanges``: it reduces gradients."""
         extra = memory.microbatch_bytes - self.flight[i, j] - self.leaving[i, j]
         self.leaving[i, j] += extra
         self.most[int(exchanges), i, j] = memory.most_bytes()
@@ -69,9 +71,11 @@ def stage_bytes(
     *,
     activations_away: bool = False,
 ) -> StageBytesTable:
-    """Return bytes of all stages, never above those of a walk; ``structure`` is that of the graph `as_kept_least`.
+    """Return the bytes of all stages at a microbatch size; they are exact or lower bounds.
 
-    ``activations_away``: what layers keep is in host memory between forward and backward (`cost.memory.away`).
+    ``structure`` must be that of `as_kept_least` of the graph. ``activations_away``: activations are in host memory
+    between forward and backward (`cost.memory.away`). Raises GraphError for a batch size that the graph does not
+    support.
     """
     graph.check_batch_size(batch_size)
     graph = as_kept_least(graph, workload, cost.cluster)
@@ -109,7 +113,10 @@ def stage_bytes(
 
 
 def as_kept_least(graph: Graph, workload: Workload, cluster: Cluster) -> Graph:
-    """Return the graph with the tensors kept for backwards on the cluster's device type that keeps the least."""
+    """Return the graph with the tensors that are kept for the backward on GPUs, or on CPUs if the cluster has no GPU.
+
+    Of the two, GPUs keep less, so the bytes are lower bounds on mixed clusters.
+    """
     return as_kept(graph, workload.numbers, _least(cluster))
 
 
@@ -128,7 +135,10 @@ def weigh_alone(
     exchanges: bool,
     activations_away: bool = False,
 ) -> StageMemory:
-    """Return the result of a walk through a stage, on the cluster's device type that keeps the least."""
+    """Return the memory of a stage from a walk through its ops, on the device type of `as_kept_least`.
+
+    ``exchanges``: the stage reduces gradients, which lie in buckets.
+    """
     device = _least(cost.cluster)
     trained = frozenset(i for i in stage.parameters if graph.tensors[i].requires_grad)
     bucketed = trained if exchanges else frozenset()
@@ -190,7 +200,7 @@ def _lower_bounds(
 
 
 def sent_to_several(layer: StageSlice) -> list[int]:
-    """Return values whose gradients come back on more than one channel."""
+    """Return the tensors that a layer sends to several other layers, each of which returns a gradient."""
     counts = Counter(i for channel in layer.outgoing for i in channel.gradients)
     return [tensor for tensor, count in counts.items() if count > 1]
 
@@ -209,9 +219,10 @@ def _sum(sizes: Integers, tensors: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSecondsTable:
-    """Seconds of stages i:j on one kind of device, (L, L + 1): one microbatch, its backward, the optimizer step.
+    """Seconds of all stages i:j on one device kind, shape (L, L + 1).
 
-    ``accumulate`` is the part of ``backward`` that the first microbatch of a step does not take.
+    ``total``: forward and backward of one microbatch. ``backward``: of one microbatch; ``accumulate`` is the part of it
+    that adds up gradients, which the first microbatch of a step does not need. ``optimizer``: one optimizer step.
     """
 
     total: Floats
@@ -237,7 +248,7 @@ def stage_seconds(
 ) -> StageSecondsTable:
     """Return the seconds of all stages i:j at a microbatch size on one device kind.
 
-    An offloaded optimizer takes the time that it has with all ranks stepping.
+    The time of an offloaded optimizer assumes that all ranks take their optimizer step at once.
     """
     costs = cost.estimate_ops(graph, batch_size, kind)
     forward, accumulate = structure.op_picoseconds(costs.forward_s), structure.op_picoseconds(costs.accumulate_s)
@@ -283,9 +294,9 @@ def _picoseconds(seconds: Floats) -> Integers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tables:
-    """A graph's stages at one microbatch size: bytes, and seconds by the name of the device kind.
+    """The bytes of a graph's stages at one microbatch size, and their seconds by the name of the device kind.
 
-    ``activations_away``: what layers keep is in host memory between forward and backward.
+    ``activations_away``: activations are in host memory between forward and backward.
     """
 
     graph: Graph
@@ -305,7 +316,10 @@ def make_tables(
     cost: CostModel,
     offload: Offload = ON_DEVICE,
 ) -> Tables:
-    """Estimate all stages of a graph at a microbatch size. Raises GraphError if the graph excludes the size."""
+    """Return the estimates of all stages of a graph at a microbatch size, on all device kinds of the cluster.
+
+    Raises GraphError for a microbatch size that the graph does not support.
+    """
     away = offload.activations == "host"
     return Tables(
         graph=graph,
@@ -323,7 +337,10 @@ def make_tables(
 def settle_stage(
     tables: Tables, stage: StageSlice, layers: tuple[int, int], num_replicas: int, workload: Workload, cost: CostModel
 ) -> None:
-    """Replace the bounds of a stage with this number of replicas by its exact bytes."""
+    """Replace the lower bound of a stage's memory in the tables by its exact memory.
+
+    ``layers`` are its first layer and end; ``num_replicas`` decides whether it reduces gradients.
+    """
     exchanges = num_replicas > 1
     memory = weigh_alone(
         tables.graph,

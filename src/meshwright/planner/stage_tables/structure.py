@@ -1,8 +1,8 @@
-"""The contents of every possible stage i:j of a graph (`find_structure`), and sums over all intervals (`Rectangles`).
+"""The contents of every possible stage i:j of a graph (`find_structure`), and sums over all stages (`Rectangles`).
 
-They are found once per graph, whatever the batch size. The rules are those of spec.slices and cost.memory, evaluated
-for all intervals of layers together. A stage's needs are the union of its layers' needs, without what it produces
-itself, so the slices of single layers are sufficient:
+Stage i:j has the layers i to j - 1. The contents do not depend on the batch size. The rules are those of `spec.slices`
+and `cost.memory`, evaluated for all stages together. A stage needs what its layers need, except what it produces
+itself. So it is enough to look at the slices of single layers:
 
     ops, parameters, buffers, inputs    held if any layer of the stage needs them
     received                            produced before i, needed by a layer of the stage
@@ -34,15 +34,18 @@ Integers = NDArray[np.int64]
 # the rectangles: O(items + L²) for a graph of L layers.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rectangles:
-    """Rectangles as columns: the item, i0, i1, j0, j1 (shape (R, 5)), over a graph of ``num_layers`` layers."""
+    """In which stages i:j items (ops or tensors) occur, as rectangles i0 <= i < i1, j0 <= j < j1.
+
+    ``rows`` (R, 5) has the columns item, i0, i1, j0, j1.
+    """
 
     num_layers: int
     rows: Integers
 
     def table(self, weights: Integers) -> Integers:
-        """Return the total weight of the items of stage i:j, shape (L, L + 1); ``weights`` has one entry per item.
+        """Return the total weight of the items of every stage i:j, shape (L, L + 1).
 
-        Exact.
+        ``weights`` has one whole number per item, such as its bytes.
         """
         edges = np.zeros((self.num_layers + 1, self.num_layers + 2), np.int64)
         item, i0, i1, j0, j1 = self.rows.T
@@ -53,12 +56,15 @@ class Rectangles:
 
 
 def rectangles(num_layers: int, rows: Iterable[tuple[int, int, int, int, int]]) -> Rectangles:
-    """Collect rows (item, i0, i1, j0, j1)."""
+    """Return the `Rectangles` of rows (item, i0, i1, j0, j1)."""
     return Rectangles(num_layers=num_layers, rows=np.array(list(rows), np.int64).reshape(-1, 5))
 
 
 def users(num_layers: int, layers_of: Iterable[Iterable[int]]) -> Rectangles:
-    """Return items that a stage holds once if any of the item's layers is in it; entry k lists the layers of item k."""
+    """Return the rectangles of items that a stage holds, once, if it has at least one of the item's layers.
+
+    Entry k of ``layers_of`` lists the layers of item k.
+    """
     return rectangles(
         num_layers, (row for item, layers in enumerate(layers_of) for row in _covers(num_layers, item, layers))
     )
@@ -77,10 +83,10 @@ _STATE_ROLES = ("parameter", "buffer", "constant")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Structure:
-    """Rectangles whose items are ops (``ops``) or tensor ids (all others), and the tensors that cross each boundary.
+    """The contents of all stages of a graph, as rectangles (see the module).
 
-    ``crossing[i]`` lists the tensors that cross the boundary before layer i; ``random`` the layers that draw random
-    numbers.
+    Items of ``ops`` are ops, those of all others tensor ids. ``crossing[i]`` lists the tensors that cross the boundary
+    before layer i; ``random`` the layers that draw random numbers.
     """
 
     num_layers: int
@@ -95,15 +101,15 @@ class Structure:
     random: tuple[int, ...]
 
     def op_picoseconds(self, seconds: NDArray[np.float64]) -> Integers:
-        """Return picoseconds of the ops of stages i:j, shape (L, L + 1), from the seconds of each op, shape (ops,).
+        """Return the picoseconds of all ops of every stage i:j, shape (L, L + 1), from ``seconds`` of each op, (ops,).
 
-        They are whole, so that stages of equal layers are exactly equal.
+        They are whole numbers, so that stages of equal layers take exactly the same time.
         """
         return self.ops.table(np.rint(seconds * PICOSECONDS_PER_SECOND).astype(np.int64))
 
 
 def find_structure(graph: Graph) -> Structure:
-    """Analyse a graph; O(ops + layers · crossing tensors)."""
+    """Return the contents of all stages of a graph, in O(ops + layers · crossing tensors)."""
     num_layers = len(graph.layers)
     slices = slice_graph(graph, [(layer, layer + 1) for layer in range(num_layers)])
     needs = _Needs(num_layers)
@@ -160,10 +166,7 @@ class _Needs:
         self.savers: dict[int, list[int]] = defaultdict(list)
 
     def first_from(self, layers: Iterable[int]) -> Integers:
-        """Return, for each i, the first of the layers at or after i, shape (L,).
-
-        It is L + 1, beyond any stage, if no such layer exists.
-        """
+        """Return, for each i, the first of the given layers at or after i, shape (L,); L + 1 if no layer follows."""
         known = np.array(sorted(set(layers)), np.int64)
         place = np.searchsorted(known, np.arange(self.num_layers))
         return np.append(known, self.num_layers + 1)[place]
