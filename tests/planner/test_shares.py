@@ -172,7 +172,7 @@ def test_what_has_no_shares_is_refused():
     graph, cluster = weighted_graph([10**9] * 4, mode="inference"), cluster_of(2)
     problem = Problem(graph_for=lambda _: graph, cluster=cluster, workload=Workload(global_batch=4, kind="inference"))
     found = solve(problem)
-    with pytest.raises(PlanError, match="Aim at throughput"):
+    with pytest.raises(PlanError, match="--aim throughput"):
         find_shares(replace(problem, aim="latency"), found)
     graph = weighted_graph([10**9] * 4)
     chosen = Choices(schedules=("pipedream",))

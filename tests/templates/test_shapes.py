@@ -61,7 +61,7 @@ def test_sizes_that_cannot_be_are_refused():
         replace(LLAMA_8B, kv_heads=5)
     with pytest.raises(TransformerError, match="cannot be split"):
         replace(ONE, seq=2049, cp=2)
-    with pytest.raises(TransformerError, match="'nonsense' is not a schedule"):
+    with pytest.raises(TransformerError, match="'nonsense' is not a known schedule"):
         replace(ONE, schedule="nonsense")
     with pytest.raises(TransformerError, match="2 chunks per stage cannot run as '1f1b'"):
         replace(ONE, pp=2, chunks=2)

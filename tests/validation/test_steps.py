@@ -127,7 +127,7 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
         ("ep", "4", "does not divide the 1 devices"),
         ("tp", "7", "n_devices: expected tp"),
         ("layers", "99999999999", "layers: expected at most 10000"),
-        ("layers", "7", "at least one layer each"),
+        ("layers", "7", "at least one layer per stage"),
         ("framework", "Megatrn-LM", "framework: expected a name that begins with one of alpa, llm-foundry, megatron"),
         ("features", "fast", "features: expected words among async tensor parallel; fused loss"),
         ("date", "last year", "date: expected a year or a year and a month"),

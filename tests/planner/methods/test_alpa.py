@@ -259,7 +259,7 @@ def test_without_highspy_the_error_names_the_extra(monkeypatch):
 
 def test_bad_input_is_named():
     graph = product_chain((4, 4))
-    with pytest.raises(PlanError, match="at least one in each axis"):
+    with pytest.raises(PlanError, match="at least one device along each axis"):
         closed_form_mesh((0, 2), (0, 0), (0, 0))
     with pytest.raises(PlanError, match="Seconds of 3 ops"):
         place_ops(graph, closed_form_mesh((1, 2), (0, 0), (0, 0)), amounts(graph, 2, [1.0, 1.0, 1.0]))

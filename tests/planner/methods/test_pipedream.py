@@ -292,9 +292,9 @@ def test_layers_that_have_nothing_to_do_with_each_other_are_refused() -> None:
         ((), PipeDreamOptions(), "No levels"),
         (((0, 1e9),), PipeDreamOptions(), "0 machines"),
         (((4, 0.0),), PipeDreamOptions(), "0 B/s"),
-        (((4, 1e9),), PipeDreamOptions(replicas=(0,)), r"Stages of \[0\] replicas"),
+        (((4, 1e9),), PipeDreamOptions(replicas=(0,)), r"replicas=\[0\] was given"),
         (((4, 1e9),), PipeDreamOptions(compression_ratio=0.0), "compression ratio of 0"),
-        (((4, 1e9),), PipeDreamOptions(memory_bytes=-1.0), "memory of -1"),
+        (((4, 1e9),), PipeDreamOptions(memory_bytes=-1.0), "memory limit of -1"),
         (
             ((64, 1e9),),
             PipeDreamOptions(replicas=(1,)),

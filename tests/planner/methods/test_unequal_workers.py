@@ -127,5 +127,5 @@ def test_what_cannot_be_shared_out_is_refused():
         allocate(four_nodes(), "equal", 3)
     with pytest.raises(PlanError, match="expected an even number"):
         allocate(four_nodes(slowdowns=SLOWDOWNS[:3]), "hybrid")
-    with pytest.raises(PlanError, match="do not divide among 4 virtual workers"):
+    with pytest.raises(PlanError, match="cannot be divided equally among 4 virtual workers"):
         form_workers(space_on(four_nodes(), batch=24), 4, "node")

@@ -5,7 +5,8 @@ layers. For each microbatch size (PipeDream's minibatch), it solves the dynamic 
 
     machines    on two levels, devices and nodes; or all devices on one level with the slowest link
     transfers   that take their time; or free
-    replicas    all numbers that divide the minibatches; or 1 everywhere (a straight pipeline)
+    replicas    any numbers (asynchronous schedules: divisors of the number of minibatches); or 1 everywhere (a straight
+                pipeline)
 
 It also proposes data parallelism, PipeDream's baseline. Under asynchronous schedules, gradients are reduced for every
 minibatch, as in PipeDream, and a step of M minibatches takes M times the slowest stage. Under synchronous schedules,
