@@ -63,7 +63,7 @@ def test_a_model_is_measured_planned_with_and_taken_up_again(run, gpu):
         _, out, err = run("plan", "gpt-tiny", *given, "--precision", precision, "--batch", 4, code=0)
         assert f"{len(load_shipped_graph('gpt-tiny').ops)} measured" in out
     _, _, err = run("plan", "gpt-tiny", "--cluster", "1xA100", "--measurements", "measurements.json", "-m", 2, code=1)
-    assert "measurements.json was taken on H100 (torch 2.13.0, Python 3.11)" in " ".join(err.split())
+    assert "measurements.json was measured on H100 (torch 2.13.0, Python 3.11)" in " ".join(err.split())
 
 
 def test_a_table_of_another_torch_is_told(run, gpu):
@@ -71,7 +71,7 @@ def test_a_table_of_another_torch_is_told(run, gpu):
     _, _, err = run(
         "plan", "gpt-tiny", "--cluster", "1xH100", "--measurements", "measurements.json", "-m", 2, "--batch", 4, code=0
     )
-    assert "The measurements were taken with torch 1.0.0 on H100; torch here is" in err
+    assert "The measurements were taken with torch 1.0.0 on H100; the installed torch is" in err
 
 
 def test_a_table_of_another_device_is_not_measured_into(run, gpu):

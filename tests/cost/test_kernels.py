@@ -234,7 +234,7 @@ def test_damaged_models_are_refused(stored, tmp_path, change):
     change(document)
     path = tmp_path / "damaged.json.gz"
     path.write_bytes(gzip.compress(json.dumps(document).encode()))
-    with pytest.raises(DocumentError, match=r"damaged\.json\.gz: not a predictor"):
+    with pytest.raises(DocumentError, match=r"damaged\.json\.gz: not a valid kernel predictor"):
         read_model(path)
 
 
@@ -247,7 +247,7 @@ def test_damaged_models_are_refused(stored, tmp_path, change):
 def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "other.json.gz"
     path.write_bytes(content)
-    with pytest.raises(DocumentError, match="not a predictor"):
+    with pytest.raises(DocumentError, match="not a valid kernel predictor"):
         read_model(path)
 
 
@@ -261,9 +261,9 @@ def test_sizes_that_cannot_be_are_refused(name, wrong):
 
 def test_missing_sizes_unknown_ops_and_bare_datasheets_are_refused():
     kernel = Kernel(op="matmul", dtype="bfloat16", device=GPUS["g1"])
-    with pytest.raises(MeasurementError, match="no sizes k"):
+    with pytest.raises(MeasurementError, match="missing sizes k"):
         small_model().predict(kernel, {"m": 1, "n": 1})
-    with pytest.raises(MeasurementError, match="No predictor of 'fft'"):
+    with pytest.raises(MeasurementError, match="does not contain the op 'fft'"):
         ask(small_model(), GPUS["g1"], 1, 1, 1, op="fft")
     with pytest.raises(MeasurementError, match="num_multiprocessors"):
         ask(small_model(), replace(GPUS["g1"], num_multiprocessors=0), 1, 1, 1)
@@ -276,7 +276,7 @@ def test_no_queries_have_no_answers():
 
 
 def test_too_few_rows_fit_nothing():
-    with pytest.raises(MeasurementError, match="200 rows"):
+    with pytest.raises(MeasurementError, match="200 measured rows"):
         fit_kernels(make_rows(GPUS["g1"], count=20), GPUS, FEW_TREES)
 
 

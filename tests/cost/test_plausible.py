@@ -50,7 +50,7 @@ def test_rows_of_other_devices_are_not_judged(tmp_path):
 
 def test_contradictory_rows(tmp_path):
     path = table(tmp_path / "table.parquet", [2e-4, 3e-4])
-    with pytest.raises(MeasurementError, match=r"1 rows measure what another row .* Keep the right one"):
+    with pytest.raises(MeasurementError, match=r"1 rows contradict another row .* Keep the right one"):
         load_cost_model(load_cluster("2xH100"), path, "bfloat16")
 
 
@@ -74,7 +74,7 @@ def test_odd_questions_are_refused():
     for batch in (0, -1, 1.5):
         with pytest.raises(GraphError, match="at least 1"):
             cost.estimate_ops(GRAPH, batch, kind)
-    with pytest.raises(MeasurementError, match="loop 'bogus'"):
+    with pytest.raises(MeasurementError, match="loop over the parameters is 'bogus'"):
         cost.estimate_optimizer(GRAPH, GRAPH.parameters, Optimizer(), kind, loop="bogus")
     with pytest.raises(PlanError, match="precision 'int3'"):
         CostModel(cluster=cost.cluster, precision="int3")

@@ -63,5 +63,5 @@ def test_a_failing_rank_shows_its_own_error_and_line():
 
 
 def test_a_rank_that_hangs_is_ended_when_the_time_is_up():
-    with pytest.raises(MeasurementError, match=r"did not end within 0\.5 s \(waiting for rank 0\)"):
+    with pytest.raises(MeasurementError, match=r"did not end within 0\.5 s \(no result from rank 0\)"):
         run_ranks(_hang, num_ranks=1, timeout_s=0.5)

@@ -174,12 +174,12 @@ def test_a_table_of_another_device_is_refused_before_anything_is_timed():
 
 def test_a_table_of_another_device_or_torch_is_told_when_it_is_used(tmp_path):
     path = write_document(EMPTY, tmp_path / "table.json")
-    with pytest.raises(MeasurementError, match=r"was taken on H100 \(torch 2.13.0, Python 3.11\); the devices .* A100"):
+    with pytest.raises(MeasurementError, match=r"was measured on H100 \(torch 2.13.0, Python 3.11\); the devices .* A100"):
         load_cost_model(load_cluster("1xA100"), path, "amp")
     assert other_torch(None) == ""
     assert other_torch(replace(EMPTY, software=f"torch {torch.__version__}, Python 3")) == ""
     told = other_torch(replace(EMPTY, software="torch 1.0.0+cu999, Python 3"))
-    assert told.startswith("The measurements were taken with torch 1.0.0+cu999 on H100; torch here is ")
+    assert told.startswith("The measurements were taken with torch 1.0.0+cu999 on H100; the installed torch is ")
 
 
 def test_indices_stay_within_what_they_are_looked_up_in():

@@ -1,13 +1,13 @@
-"""Types of a graph's tensors: the bytes of an element (`Widths`), and the graph under torch's autocast (`as_computed`).
+"""Data types of a graph's tensors: bytes per element (`Widths`), and the graph under torch's autocast (`as_computed`).
 
-Autocast casts inputs of products to the lower type and those of ops with long sums to float32; all others compute in
-the types of their inputs. A product keeps the cast copy of its input for its backward; a parameter is cast once per
-forward. The lists of ops are torch's for CUDA devices (torch 2.13, aten/src/ATen/autocast_mode.h), and the grouped
-product (`capture.surroundings`); on CPUs a few of the ops with long sums, such as normalisation, stay in the lower
-type.
+Autocast casts the inputs of matrix products to the lower type (bfloat16 or float16), and the inputs of ops with long
+sums to float32. All other ops compute in the types of their inputs. A product saves the cast copy of its input for its
+backward. A parameter is cast once per forward. The lists of ops are torch's for CUDA devices (torch 2.13,
+aten/src/ATen/autocast_mode.h), plus the grouped product (`capture.surroundings`). On CPUs a few of the ops with long
+sums, such as normalisation, compute in the lower type.
 
-Under autocast, ids of ops and of tensors stay; copies are additional tensors after them. Shapes and the content hash
-stay, too: it is the same graph.
+The graph under autocast has the ids of ops and tensors, the shapes and the content hash of the original graph. The cast
+copies are additional tensors with higher ids.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _PROMOTING = frozenset({"pointwise", "reduction", "copy", "view"})
 # op casts the result back (`type_as`) or a layer with parameters follows.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Widths:
-    """Element sizes of tensors.
+    """The bytes per element of each tensor of a graph, in the precision of a run.
 
-    ``values``: bytes of a floating element, None under autocast; ``single``: tensors of `stays_single`.
+    ``values``: bytes of a floating-point element; None under autocast, where the types of ``graph`` hold. ``single``:
+    ids of the tensors that stay float32 (`stays_single`).
     """
 
     graph: Graph
@@ -40,7 +41,7 @@ class Widths:
     single: frozenset[int]
 
     def of(self, tensor: int) -> int:
-        """Return the bytes of an element of a tensor."""
+        """Return the bytes of one element of the tensor with this id."""
         dtype = self.graph.tensors[tensor].dtype
         if self.values is None or dtype not in FLOAT_DTYPES or tensor in self.single:
             return DTYPE_BYTES[dtype]
@@ -48,7 +49,7 @@ class Widths:
 
 
 def stays_single(graph: Graph) -> frozenset[int]:
-    """Return the tensors that are float32 whatever type the parameters are converted to."""
+    """Return the ids of the tensors that stay float32 when the parameters are converted to another type."""
     found: set[int] = set()
     for op in graph.ops:
         floats = [i for i in op.inputs if graph.tensors[i].dtype in FLOAT_DTYPES]
@@ -90,39 +91,39 @@ _BY_ARGUMENT = _words("to _to_copy")
 
 
 def as_computed(graph: Graph, numbers: Numbers) -> Graph:
-    """Return the graph as computed in a precision; under autocast it is a different graph, made once."""
+    """Return the graph with the data types in which it is computed: under autocast a cached copy, else ``graph``."""
     if not numbers.autocast or graph._num_uncast:
         return graph
     return under_autocast(graph, numbers.autocast)
 
 
 def compute_type(graph: Graph, op: Op, lower: str) -> str:
-    """Return the type in which an op of a graph under autocast computes."""
+    """Return the data type in which an op of a graph under autocast to the type ``lower`` computes."""
     found = [graph.tensors[i].dtype for i in (*op.outputs, *op.inputs) if graph.tensors[i].dtype in FLOAT_DTYPES]
     return _cast_type(op, lower) or (found[0] if found else "float32")
 
 
 def cast_inputs(graph: Graph, op: Op, lower: str) -> list[int]:
-    """Return the inputs of an op that autocast casts."""
+    """Return the ids of the op's inputs that autocast to the type ``lower`` casts."""
     wanted = _cast_type(op, lower)
     types = {i: graph.tensors[i].dtype for i in op.inputs if wanted}
     return [i for i, dtype in types.items() if dtype in FLOAT_DTYPES and dtype != wanted]
 
 
 def cast_copy(tensor: Tensor, op: Op, dtype: str, number: int) -> Tensor:
-    """Return a copy of a tensor that an op keeps in another type, as tensor ``number`` of its graph."""
+    """Return the copy, cast to ``dtype``, that an op saves of a tensor; ``number`` is the copy's id in the graph."""
     copied = replace(tensor, name=f"{tensor.name} cast for {op.name}", dtype=dtype, role="saved")
     return replace(copied, storage=number, requires_grad=False, aliases=())
 
 
 def kept_copies(graph: Graph, op: Op) -> list[int]:
-    """Return the cast copies of its inputs that an op of a graph under autocast keeps for its backward."""
+    """Return the ids of the cast copies of its inputs that an op saves for its backward; [] without autocast."""
     return [i for i in op.saved if i >= graph._num_uncast[0]] if graph._num_uncast else []
 
 
 @lru_cache(maxsize=64)
 def under_autocast(graph: Graph, lower: str) -> Graph:
-    """Return the graph under autocast to a type."""
+    """Return a copy of the graph with the data types and cast copies of autocast to the type ``lower``."""
     types = [tensor.dtype for tensor in graph.tensors]
     copies: dict[tuple[int, str], int] = {}
     tensors = list(graph.tensors)

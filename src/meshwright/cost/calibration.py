@@ -1,12 +1,12 @@
-"""Correct a measurement table by real steps: three factors, no more.
+"""Correct a measurement table by measured steps, with three factors.
 
     factor(part) = (measured - overhead) / (predicted - overhead)         seconds of the part in a step over all ranks,
                                                                           the median over steps
 
-for the parts forward, backward and optimizer step; the overhead is the runtime's time to issue them, the difference
-between predictions with and without it. `apply_calibration` multiplies the table's ops (gradient accumulation counts as
-backward) and optimizer steps, and thereby all costs that depend on them. Transfers, the host's overhead and batches of
-whole models, which depend on no op's time, stay unchanged.
+The parts are forward, backward and optimizer step. The overhead is the runtime's time to issue them: the difference
+between predictions with and without overhead. `apply_calibration` multiplies the table's times of ops (gradient
+accumulation counts as backward) and of optimizer steps. Costs computed from these times change with them. Transfers,
+the host's overhead and measured batches of whole models stay unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPCODES: dict[Part, Opcode] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCorrection:
-    """Seconds of one part of a step over all ranks, without overhead: predicted from the table, and measured."""
+    """Predicted and measured seconds of one part of a step, summed over all ranks, without the runtime's overhead."""
 
     part: Part
     predicted_s: float
@@ -38,19 +38,21 @@ class StepCorrection:
 
     @property
     def factor(self) -> float:
-        """The factor for the table's times of this part; 1 if nothing was predicted."""
+        """Factor that multiplies the table's times of this part: measured / predicted; 1 if the prediction is 0 s."""
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else 1.0
 
 
 def fit_calibration(predicted: Timeline, bare: Timeline, measured: Timeline) -> tuple[StepCorrection, ...]:
-    """Compare the parts of steps; ``bare`` is the prediction with an overhead of 0.
+    """Return the corrections of forward, backward and optimizer step from a prediction and a measured run of one plan.
 
+    ``bare`` is the prediction with a runtime overhead of 0; ``predicted`` includes the overhead.
     Raises MeasurementError if the timelines have different numbers of ranks or contain no step.
     """
     if predicted.num_ranks != measured.num_ranks or not (predicted.num_spans and measured.num_spans):
         raise MeasurementError(
-            f"A prediction for {predicted.num_ranks} ranks with {predicted.num_spans} spans was compared with a run on "
-            f"{measured.num_ranks} with {measured.num_spans}; compare timelines of one plan, with at least one step."
+            f"The prediction has {predicted.num_ranks} ranks and {predicted.num_spans} spans, the measured run has "
+            f"{measured.num_ranks} ranks and {measured.num_spans} spans; compare two timelines of the same plan, with "
+            "at least one step each."
         )
     corrections = []
     for part, opcode in _OPCODES.items():
@@ -60,7 +62,10 @@ def fit_calibration(predicted: Timeline, bare: Timeline, measured: Timeline) -> 
 
 
 def apply_calibration(table: Measurements, corrections: tuple[StepCorrection, ...], source: str) -> Measurements:
-    """Return the table with its ops and optimizer steps corrected; its conditions name the ``source``."""
+    """Return the table with corrected times of ops and optimizer steps.
+
+    The factors and their ``source`` (such as the name of the measured timeline) are added to the table's conditions.
+    """
     factor = {item.part: item.factor for item in corrections}
     note = ", ".join(f"{part} x {value:.3f}" for part, value in factor.items())
     return replace(

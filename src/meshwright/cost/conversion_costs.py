@@ -1,17 +1,18 @@
-"""Costs that a precision adds to ops: the types in which they compute, casts, and gradients in wider types.
+"""Costs that a precision adds to ops: data types of the computation, casts, and gradients in wider types.
 
-    forward      under autocast, inputs that an op computes in another type are read and written
-    backward     the same in reverse for inputs that need a gradient, and where an op itself widens an input;
-                 a gradient of a parameter that is kept in a wider type is read and written once; on GPUs a gradient
-                 of an input with other readers is added to theirs
-    accumulate   a gradient of the wider type and the sum are read, and the sum written
+    forward      under autocast, an input that the op computes in another type is read and written (a cast)
+    backward     the reverse cast of each input that needs a gradient, also where the op itself widens the input;
+                 a parameter's gradient that is kept in a wider type is read and written once; on GPUs, the gradient
+                 of an input that several ops read is added to the gradients of these ops
+    accumulate   a gradient of the wider type and the sum are read, and the sum is written
 
-Each is one kernel: as measured (`OpTable.moved`), else at datasheet bandwidth, on GPUs at fitted rates (`cost.gpu`). A
-parameter that several ops read is counted with each of them. On CPUs, rooflines do not count sums of gradients.
+Each of these is one kernel. Its time is measured (`OpTable.moved`); else it is computed with the datasheet's memory
+bandwidth, on GPUs with fitted rates (`cost.gpu`). A parameter that several ops read is counted with each op. On CPUs,
+rooflines do not count sums of gradients.
 
-A product in float8 reads its first factor to find the largest value; its cast is part of the kernel's own cost. The
-second factor is read for the same purpose, then read and written. The backward has two more products, whose second
-factors are the weight and the input, with known largest values.
+A matrix product in float8 reads its first factor once more to find the largest value; the cast of this factor is part
+of the product's kernel. The second factor is read to find the largest value, then read and written. The backward has
+two more products. Their second factors are the weight and the input, whose largest values are known.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ _BY_CUDNN = ("convolution", "recurrent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """An additional kernel of an op: bytes per element that it reads (``read``) and writes (``written``; 0: none).
+    """An additional kernel of an op that copies, casts or adds the elements of a tensor.
 
-    ``adds``: it adds to existing values of the same type.
+    ``elements``: number of elements. ``read`` and ``written``: bytes per element that the kernel reads and writes (0 if
+    it writes nothing). ``adds``: whether the kernel adds to existing values of the same type.
     """
 
     elements: int
@@ -54,21 +56,21 @@ class Move:
 
     @property
     def launch(self) -> Launch:
-        """The kernel, described by the bytes that it reads and writes."""
+        """The kernel as a `Launch`: the bytes that it reads and writes."""
         if self.adds:
             return sum_of(self.elements, self.written)
         return copied(self.elements, self.read, self.written)
 
 
 def op_type(graph: Graph, op: Op, numbers: Numbers) -> str:
-    """Return the type in which an op computes."""
+    """Return the data type in which an op computes in a precision."""
     return compute_type(graph, op, numbers.autocast) if numbers.autocast else numbers.values
 
 
 def product_type(graph: Graph, op: Op, numbers: Numbers, kind: DeviceKind) -> str:
-    """Return the type of an op's tensor-core products (`spec.precision`); "" if it is the op's own type.
+    """Return the data type of an op's tensor-core products, "tf32" or float8; "" for the op's own type.
 
-    A device kind without a rate for it multiplies in the type of the factors.
+    It is also "" if the device kind has no peak FLOP/s for the type of the products.
     """
     if numbers.products == _FLOAT8:
         is_narrow = operator_name(op) in _LINEAR and _weight_fits(graph, op)
@@ -80,7 +82,10 @@ def product_type(graph: Graph, op: Op, numbers: Numbers, kind: DeviceKind) -> st
 
 
 def is_tf32_by_default(op: Op) -> bool:
-    """Return whether torch computes a float32 op in TF32 by default; such ops were measured with that default."""
+    """Return whether torch computes a float32 op in TF32 by default: convolutions and recurrent ops, by cuDNN.
+
+    Such ops were measured with this default.
+    """
     return family_of(op) in _BY_CUDNN
 
 
@@ -109,12 +114,11 @@ def with_conversions(
     added: tuple[int, ...],
     table: OpTable | None,
 ) -> OpCost:
-    """Return the cost of an op plus that of the dtype conversions around it.
+    """Return the cost of an op plus the cost of the dtype conversions around it.
 
-    A conversion takes its measured time from ``table``; otherwise it is estimated by ``gpu``, or without one by the
-    memory bandwidth.
-
-    ``added``: indices of inputs whose gradient is added to an existing one.
+    The time of a conversion is the measured one of ``table``, else the estimate of ``gpu``; if both are missing, it
+    follows from the memory bandwidth. ``added``: positions in ``op.inputs`` of the inputs whose gradient is added to an
+    existing one.
     """
     places = added if gpu is not None else ()
     forward, backward, widened = moves_beside(
@@ -150,10 +154,10 @@ def moves_beside(
     *,
     widens: bool = True,
 ) -> tuple[list[Move], list[Move], float]:
-    """Return kernels of the forward and the backward, and additional bytes to accumulate gradients of a wider type.
+    """Return the conversion kernels around an op: of its forward, of its backward, and bytes to accumulate gradients.
 
-    Arguments are those of `with_conversions`. ``widens`` includes what an op widens itself, which is part of a measured
-    op's own time.
+    The bytes (a float) are those that gradients of a wider type add to the accumulation. Arguments are those of
+    `with_conversions`. ``widens``: include inputs that the op itself widens; a measured op's own time contains them.
     """
     trained = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
     forward: list[Move] = []
@@ -187,9 +191,9 @@ def moves_beside(
 
 
 def widened_gradients(graph: Graph, op: Op, kind: DeviceKind, numbers: Numbers, gpu: GpuModel | None) -> OpCost | None:
-    """Return the cost of copying an op's gradients of parameters to a wider type on a GPU.
+    """Return the cost of copying an op's parameter gradients to a wider type on a GPU; None if nothing is copied.
 
-    None if there are no copies.
+    Without a ``gpu`` model (a CPU), the result is None, too.
     """
     if gpu is None or graph.mode != "training":
         return None

@@ -1,7 +1,8 @@
 """The cost model: seconds and bytes of ops, transfers, optimizer steps and stages, for planner and simulator.
 
-Each method answers one question from the measurement table where it applies (the device kind has the table's name,
-ranks share a node) and from datasheet figures elsewhere; the module that computes it:
+Each method returns a cost from the measurement table if the table applies, else from datasheet figures. The table
+applies to its device kind; measured transfers apply to the groups that `collectives` describes. Methods and the modules
+that compute their results:
 
     estimate_ops        here, of one op in op_estimates    collective_seconds        collectives.collective_costs
     predict_collective  collectives.collective_costs       collective_host_seconds   collectives.collective_costs
@@ -84,9 +85,11 @@ _WITH_OTHERS = ("product", "convolution")
 
 
 class OpSources(NamedTuple):
-    """Sources of costs: measurements and traces of this device kind, kernels, teams, software.
+    """The sources from which `estimate_sizes` computes the costs of ops on one device kind.
 
-    ``host_factor``: how many times as long as the host of `host_issue` the host of the measurements takes to issue.
+    ``table``: measured ops; ``traced``: ops of traces; ``kernels``: predictor of products and attention (None: the
+    shipped one); ``teams``: communication inside ops; ``software``: the training software. ``host_factor``: seconds
+    that the host of the measurements takes to issue ops, divided by those of the host of `host_issue`.
     """
 
     table: OpTable | None
@@ -103,9 +106,10 @@ class OpSources(NamedTuple):
 def estimate_sizes(
     graph: Graph, batch_sizes: Sequence[int], classes: OpClasses, kind: DeviceKind, numbers: Numbers, sources: OpSources
 ) -> list[OpCosts]:
-    """Return the costs of all ops of a graph on a device kind for each batch size, from all available sources.
+    """Return the costs of all ops of a graph on a device kind, one `OpCosts` per batch size, from the given sources.
 
-    Raises GraphError for a size that the graph does not support.
+    ``classes``: groups of equal ops, each estimated once. Raises GraphError for a batch size that the graph does not
+    support.
     """
     slowdown, usual = kind.slowdown, kind.at_usual_speed()
     ops = [graph.ops[index] for index in classes.representatives]
@@ -203,17 +207,18 @@ _OF_KINDS = (*_OF_BYTES, "ops", "optimizer", "bucket")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostModel:
-    """Costs for one cluster, from one measurement table (or none), for models that run in ``precision``.
+    """Costs of ops, collectives, optimizer steps and copies on one cluster, for models that run in ``precision``.
 
-    ``collectives``, ``collective_hosts``: models fitted on measured collectives of this kind of cluster, for seconds
-    and for the CPU seconds of a rank (`fit_measured`); by default fitted on the transfers among the measurements.
-    ``kernels``: the predictor of products and attention on GPUs, None for the shipped one (`adapt_kernels`).
-    ``traced``: ops of traces of this device kind (`collect_traced`); used only with ``measurements``. ``software``: the
-    training software, if not our runtime on current PyTorch (`find_software`). ``end``: all costs as low or as high as
-    their 80 % intervals allow; see `at_end`. ``sharding`` with ``devices``: ranks are teams of those devices, over
-    which every op is split; see `for_teams`. ``teams``: costs of communication within and between teams.
-    ``usual_links``: the cluster with the links as they were measured, if a scenario changes them; costs of collectives
-    there are scaled by the ratio of datasheet costs. A slowed device takes its multiple of the usual time.
+    ``measurements``: the measurement table, or None. ``collectives``, ``collective_hosts``: models fitted to measured
+    collectives of this kind of cluster, for seconds and for the CPU seconds of a rank (`fit_measured`); by default
+    fitted to the transfers in ``measurements``. ``kernels``: the predictor of products and attention on GPUs
+    (`adapt_kernels`); None for the shipped one. ``traced``: ops of traces of this device kind (`collect_traced`); used
+    only with ``measurements``. ``software``: the training software (`find_software`); by default our runtime on current
+    PyTorch. ``end``: "low" or "high" for costs at that end of their 80 % intervals; see `at_end`. ``sharding`` with
+    ``devices``: each rank is a team of these devices, over which every op is split; see `for_teams`. ``teams``: costs
+    of communication within and between teams. ``usual_links``: the cluster with the measured links, if a scenario
+    changes them; the costs of its collectives are then scaled by the ratio of datasheet costs. On a slowed device,
+    costs are multiplied by its slowdown.
     """
 
     cluster: Cluster
@@ -259,16 +264,16 @@ class CostModel:
 
     @property
     def numbers(self) -> Numbers:
-        """The types that the precision stands for."""
+        """The data types of the precision, for example of values, gradients and optimizer states."""
         return numbers_of(self.precision)
 
     @property
     def overhead_s(self) -> float:
-        """Measured seconds of the host per instruction of the runtime; 0 without measurements."""
+        """Measured seconds of host time per instruction of the runtime; 0 without measurements."""
         return self.measurements.overhead_s if self.measurements is not None else 0.0
 
     def serial_overhead_s(self, device_kind: DeviceKind) -> float:
-        """Return the part of `overhead_s` in which a device kind is idle: all of it if it is its own host."""
+        """Return the part of `overhead_s` in which a device is idle: all of it for a CPU, 0 for a GPU."""
         return self.overhead_s if backend_of(device_kind) == "cpu" else 0.0
 
     def is_measured(self, device_kind: DeviceKind) -> bool:
@@ -276,15 +281,15 @@ class CostModel:
         return self.measurements is not None and self.measurements.device == device_kind.usual_name
 
     def host_factor(self, rank: int) -> float:
-        """Return how many times as long as the host of `host_issue` a rank's host takes to issue ops.
+        """Return the time of a rank's host to issue ops, divided by that of the measured host of `host_issue`.
 
-        At an ``end`` of the model, it is that end of the interval.
+        If the cost model has an ``end``, the result is that end of the factor's interval.
         """
         node = self.cluster.nodes[self.cluster.node_index(rank)]
         return host_factor(node, self.end, self._measured_host_s(self.cluster.device_kind(rank)))
 
     def optimizer_issue_s(self, num_tensors: int, optimizer: Optimizer) -> float:
-        """Return the seconds of the host of `host_issue` for one step over a number of tensors.
+        """Return the seconds in which the measured host of `host_issue` issues one optimizer step of ``num_tensors``.
 
         The loop over the tensors is that of our runtime.
         """
@@ -295,18 +300,22 @@ class CostModel:
         return self.measurements.host_call_s if self.measurements is not None and self.is_measured(kind) else 0.0
 
     def estimate_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpCosts:
-        """Return the seconds of every op at a batch size on a device. Raises GraphError for an invalid batch size."""
+        """Return the costs of every op at a batch size on a device kind.
+
+        Raises GraphError for an invalid batch size.
+        """
         graph = as_computed(graph, self.numbers)
         key = ("ops", self._known(graph), batch_size, device_kind.name)
         return self._keep(key, lambda: self._estimate_ops(graph, batch_size, device_kind))
 
     def at_end(self, end: End) -> CostModel:
-        """Return the same costs at one end of their 80 % intervals: ops at that of their sum, all others at their own.
+        """Return a cost model whose costs are at one end, "low" or "high", of their 80 % intervals.
 
-        Raises MeasurementError for an invalid end.
+        The costs of ops are multiplied by one factor, so that their sum is at the end of its interval; every other cost
+        is at the end of its own interval. Raises MeasurementError for an invalid end.
         """
         if end not in get_args(End):
-            raise MeasurementError(f"An end {end!r} of intervals was given; expected {' or '.join(get_args(End))}.")
+            raise MeasurementError(f"The end of intervals is {end!r}; expected {' or '.join(get_args(End))}.")
         other = self._keep(("end", end), lambda: replace(self, end=end))
         return self._share(other, _OF_BYTES)
 
@@ -317,9 +326,9 @@ class CostModel:
         return other
 
     def for_teams(self, sharding: Sharding) -> CostModel:
-        """Return costs for the local graphs of a sharding: ranks are teams of its devices (`spec.teams`).
+        """Return a cost model for the local graphs of a sharding; each rank is a team of devices (`spec.teams`).
 
-        Raises ClusterError if teams do not fit the cluster's nodes.
+        Raises ClusterError if the teams do not fit the cluster's nodes.
         """
         if sharding.is_whole:
             return self
@@ -332,12 +341,15 @@ class CostModel:
         return self._keep(("team cluster", width), lambda: team_cluster(self.cluster, width))
 
     def on_machines(self, cluster: Cluster, usual_links: Cluster | None = None) -> CostModel:
-        """Return the same costs on other machines; ``usual_links``: these with the measured links, if they differ."""
+        """Return a cost model with the same sources for another cluster.
+
+        ``usual_links``: that cluster with the measured links, if a scenario changes its links; else None.
+        """
         # Costs by device kind are valid there, too.
         return self._share(replace(self, cluster=cluster, usual_links=usual_links), _OF_KINDS)
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
-        """Return a sentence: how many ops have measured estimates, and how reliable the others are."""
+        """Return a sentence with the numbers of op costs by basis (such as measured) and how reliable they are."""
         return explain_bases(self.count_bases(graph, batch_size), self._kinds())
 
     def count_bases(self, graph: Graph, batch_size: int) -> Counter[Basis]:
@@ -358,10 +370,11 @@ class CostModel:
         algorithm: Algorithm | None = None,
         axes: Axes = REPLICATING,
     ) -> float:
-        """Return the seconds of a collective or a send, after all ranks are ready; `predict_collective` for one size.
+        """Return the seconds of a collective or a send of one size, from the time when all ranks are ready.
 
-        With an ``algorithm`` it is the datasheet's estimate for it, else the best known estimate; for teams, over these
-        axes.
+        ``num_bytes`` and ``concurrent``: as in `predict_collective`. With an ``algorithm``, the result is the
+        datasheet's estimate for it; else the best known estimate. ``axes``: the mesh axes of the communication, if
+        ranks are teams.
         """
 
         def predict() -> float:
@@ -376,9 +389,9 @@ class CostModel:
     ) -> Predictions:
         """Return the seconds of a collective for many sizes (shape (n,)), with intervals and basis.
 
-        A single rank takes no time. ``num_bytes`` are those of the full tensor: the output of an all-gather, the input
-        of a reduce-scatter. The ranks may have any order; the ``concurrent`` groups run the same collective at the same
-        time.
+        A single rank takes no time. ``num_bytes``: bytes of the full tensor, which is the output of an all-gather and
+        the input of a reduce-scatter. The ranks may have any order. The ``concurrent`` groups run the same collective
+        at the same time.
         """
         ranks, beside = self.teams.groups(op, ranks, concurrent)
         return self._collectives.predict(op, ranks, num_bytes, beside)
@@ -386,7 +399,7 @@ class CostModel:
     def collective_host_seconds(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, axes: Axes = REPLICATING
     ) -> float:
-        """Return the CPU seconds that a collective takes from each rank meanwhile; 0 if not measured."""
+        """Return the CPU seconds that each rank spends during a collective; 0 if not measured."""
         ranks, beside = self.teams.groups(op, ranks, (), axes)
         key = ("host", op, ranks, num_bytes, beside)
         found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, _alone(num_bytes), beside))
@@ -400,7 +413,10 @@ class CostModel:
         device_kind: DeviceKind,
         num_shards: int = 1,
     ) -> float:
-        """Return the seconds of one optimizer step over the trainable parameters, or over one of their equal shards."""
+        """Return the seconds of one optimizer step over the trainable parameters, or over one of their shards.
+
+        ``num_shards``: the number of equal shards; 1 for all elements.
+        """
         return self.estimate_optimizer(graph, parameter_ids, optimizer, device_kind, num_shards=num_shards).at(self.end)
 
     def estimate_optimizer(
@@ -412,24 +428,29 @@ class CostModel:
         loop: OptimizerLoop | None = None,
         num_shards: int = 1,
     ) -> Cost:
-        """Return the cost of one optimizer step over trainable parameters, or one of their equal shards.
+        """Return the cost of one optimizer step over trainable parameters, or over one of their ``num_shards`` shards.
 
-        ``loop``: over the parameters, by default our runtime's.
+        ``loop``: the implementation of the loop over the parameters; by default that of our runtime. Raises
+        MeasurementError for an unknown loop.
         """
         if loop is not None and loop not in get_args(OptimizerLoop):
             raise MeasurementError(
-                f"A loop {loop!r} over the parameters was given; expected {', '.join(get_args(OptimizerLoop))}."
+                f"The optimizer's loop over the parameters is {loop!r}; expected one of "
+                f"{', '.join(get_args(OptimizerLoop))}."
             )
         loop = loop or default_loop(optimizer, on_gpu=backend_of(device_kind) == "cuda")
         key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop, num_shards)
         return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop, num_shards))
 
     def bucket_seconds(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> float:
-        """Return the seconds to copy the gradients of trainable parameters into the buffers of a gradient reduction."""
+        """Return the seconds to copy the gradients of trainable parameters into the buckets of a gradient reduction.
+
+        `estimate_bucket` returns the interval and the basis, too.
+        """
         return self.estimate_bucket(graph, parameter_ids, device_kind).at(self.end)
 
     def estimate_bucket(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> Cost:
-        """Return the cost to copy gradients into the buffers of a gradient reduction, with interval and basis.
+        """Return the cost to copy gradients into the buckets of a gradient reduction, with interval and basis.
 
         ``parameter_ids``: the parameters; only trainable ones have gradients.
         """
@@ -437,7 +458,10 @@ class CostModel:
         return self._keep(key, lambda: self._fill(graph, parameter_ids, device_kind))
 
     def host_transfer_seconds(self, rank: int, num_bytes: float) -> float:
-        """Return the seconds to copy bytes between a rank's device and its host, in one direction."""
+        """Return the seconds to copy bytes between a rank's device and its host, in one direction.
+
+        Raises as `estimate_host_transfer`.
+        """
         return self.estimate_host_transfer(rank, num_bytes).at(self.end)
 
     def estimate_host_transfer(self, rank: int, num_bytes: float) -> Cost:
@@ -446,7 +470,7 @@ class CostModel:
         Raises MeasurementError for bytes that are negative or not a number, ClusterError for an unknown rank.
         """
         if not 0 <= rank < self.cluster.num_ranks:
-            raise ClusterError(f"Rank {rank} was given; the cluster has ranks 0 to {self.cluster.num_ranks - 1}.")
+            raise ClusterError(f"There is no rank {rank}; the cluster has ranks 0 to {self.cluster.num_ranks - 1}.")
         return estimate_host_copy(self.cluster.nodes[self.cluster.node_index(rank)].pcie, num_bytes)
 
     def stage_memory(
@@ -461,9 +485,9 @@ class CostModel:
         shared: SharedUnits | None = None,
         activations_away: bool = False,
     ) -> StageMemory:
-        """Return the bytes that a stage holds for microbatches of ``batch_size`` samples.
+        """Return the bytes of memory that a stage needs for microbatches of ``batch_size`` samples.
 
-        Arguments are those of `weigh_stage`.
+        The arguments are those of `weigh_stage`. Results are cached.
         """
         graph = as_computed(graph, workload.numbers)
         exchanged = [i in bucketed for i in stage_slice.parameters if graph.tensors[i].requires_grad]
@@ -475,7 +499,7 @@ class CostModel:
         return self._keep(key, partial(weigh, shared=shared, activations_away=activations_away))
 
     def prepare_costs(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
-        """Estimate all ops for several batch sizes at once, which is faster than one after the other."""
+        """Compute and cache the costs of all ops for several batch sizes at once, which is faster than one by one."""
         graph = as_computed(graph, self.numbers)
         kind = device_kind.at_usual_speed() if not graph.collectives else device_kind
         keys = {size: ("ops", self._known(graph), size, kind.name) for size in batch_sizes}
@@ -533,7 +557,7 @@ class CostModel:
         )
 
     def remember(self, what: str, graph: Graph, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result of ``compute`` for a graph, cached by key."""
+        """Return the result of ``compute()``, cached under the graph, the name ``what`` of the result, and ``key``."""
         return self._keep((what, self._known(graph), key), compute)
 
     def _known(self, graph: Graph) -> int:

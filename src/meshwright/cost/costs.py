@@ -1,12 +1,12 @@
 """Seconds with 80 % intervals and basis: of an op (`OpCost`), a graph's ops (`OpCosts`), many queries (`Predictions`).
 
-Intervals add up as follows. Instances of one op in a model have the same error factor, different ops have independent
-ones, and costs from a datasheet or from other devices have one common error for all ops. So with deviations d = high -
-t of ops i in groups g with common errors,
+Intervals add up as follows. Instances of one op in a model have the same error factor. Different ops have independent
+errors. Costs from a datasheet or from other devices have one common error for all ops. So, with deviations d = high - t
+of ops i in groups g with common errors,
 
     high of a sum = Σ t + √ Σ_g (Σ_{i in g} d_i)²            low likewise, with d = t - low
 
-Measured: `meshwright validate cpu_ops`, part "totals".
+`meshwright validate cpu_ops`, part "totals", compares such sums with measurements.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Floats = NDArray[np.float64]
 # conformal prediction (Lei et al., JASA 2018), on the logarithm of the ratio.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predictions:
-    """Seconds of n queries with their 80 % intervals, each of shape (n,), and their basis."""
+    """Predicted seconds of n queries, the ends of their 80 % intervals (each of shape (n,)), and the n bases."""
 
     seconds: Floats
     low_s: Floats
@@ -51,13 +51,13 @@ class Predictions:
     basis: tuple[Basis, ...]
 
     def select(self, rows: NDArray[np.bool_]) -> Predictions:
-        """Return the queries where a mask of shape (n,) is true."""
+        """Return the predictions of the queries for which the mask ``rows``, of shape (n,), is true."""
         basis = tuple(name for name, kept in zip(self.basis, rows, strict=True) if kept)
         return Predictions(seconds=self.seconds[rows], low_s=self.low_s[rows], high_s=self.high_s[rows], basis=basis)
 
 
 def join_predictions(parts: Sequence[Predictions]) -> Predictions:
-    """Return all queries of all parts (at least one), in order."""
+    """Return the predictions of all parts, concatenated in order; at least one part is required."""
     return Predictions(
         seconds=np.concatenate([part.seconds for part in parts]),
         low_s=np.concatenate([part.low_s for part in parts]),
@@ -68,21 +68,21 @@ def join_predictions(parts: Sequence[Predictions]) -> Predictions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Factors around a prediction: measured / predicted is in [low, high] for 80 % of held-out rows."""
+    """The factors ``low`` and ``high`` between which measured / predicted lies for 80 % of held-out rows."""
 
     low: float
     high: float
 
     def around(self, seconds: Floats) -> tuple[Floats, Floats]:
-        """Return the lower and the upper end of the interval of each prediction (same shape)."""
+        """Return the lower and the upper end, in seconds, of the interval of each prediction (same shape)."""
         return seconds * self.low, seconds * self.high
 
 
 def fit_interval(measured: Floats, predicted: Floats) -> Interval:
-    """Return the interval of a predictor from held-out rows: both of shape (rows,), at least one row.
+    """Return the 80 % interval of measured / predicted over held-out rows (both of shape (rows,), at least one row).
 
-    The quantiles are those of split conformal prediction: the ⌈(n + 1)·q⌉-th smallest, so that few rows give a wider
-    interval, not an overconfident one.
+    The quantiles are those of split conformal prediction, the ⌈(n + 1)·q⌉-th smallest of n ratios. So fewer rows give a
+    wider interval.
     """
     ratios = np.sort(np.log(measured / predicted))
     count = len(ratios)
@@ -100,7 +100,7 @@ _SHARED: tuple[Basis, ...] = ("transferred", "roofline")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCost:
-    """Seconds of one op, the ends of their 80 % intervals and their basis."""
+    """Seconds of one op (forward, backward, accumulate), the ends of their 80 % intervals, and their basis."""
 
     seconds: RooflineSeconds
     low: RooflineSeconds
@@ -108,14 +108,14 @@ class OpCost:
     basis: Basis
 
     def plus(self, seconds: RooflineSeconds, interval: Interval) -> OpCost:
-        """Return the cost of the op together with an additional part that has its own interval."""
+        """Return the cost of the op plus additional seconds, which have their own interval."""
         low, high = (seconds.scaled(end, end, end) for end in (interval.low, interval.high))
         return replace(self, seconds=self.seconds.plus(seconds), low=self.low.plus(low), high=self.high.plus(high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of something other than an op, such as an optimizer step or a copy, with 80 % interval and basis."""
+    """Seconds of an operation that is not an op of a graph, such as an optimizer step, with 80 % interval and basis."""
 
     seconds: float
     low_s: float
@@ -123,17 +123,17 @@ class Cost:
     basis: Basis
 
     def at(self, end: End | None) -> float:
-        """Return the seconds, or an end of their interval."""
+        """Return the seconds if ``end`` is None, else the "low" or "high" end of their interval."""
         return {None: self.seconds, "low": self.low_s, "high": self.high_s}[end]
 
     def slowed(self, factor: float) -> Cost:
-        """Return the cost multiplied by ``factor``."""
+        """Return the cost with seconds and interval multiplied by ``factor``."""
         return replace(self, seconds=self.seconds * factor, low_s=self.low_s * factor, high_s=self.high_s * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalSeconds:
-    """A sum of costs with its 80 % interval."""
+    """A sum of costs in seconds, with its 80 % interval."""
 
     seconds: float
     low_s: float
@@ -142,15 +142,14 @@ class TotalSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpCosts:
-    """Seconds of every op of a graph, float64 of shape (ops,), read-only, with their basis.
+    """Seconds of every op of a graph for one microbatch, as read-only float64 arrays of shape (ops,), and their basis.
 
-    ``backward_s`` is for a first microbatch; ``accumulate_s`` is the additional time to accumulate gradients (every
-    later microbatch of a step). ``again_s`` is the part of ``backward_s`` that recomputes ops; it belongs to the last
-    op of their range. ``low_s`` and ``high_s`` are the ends of the 80 % intervals, of shape (ops, 3): forward,
-    backward, accumulate. Ops of one ``group`` have a common error. ``exchanged_s``, of shape (ops, 2), is the part of
-    forward and backward in which the op's ranks communicate and do not compute. ``issue_s``, of shape (ops, 3), are
-    seconds of the measured host (`host_issue`) for forward, backward and accumulate; None for a device that is its own
-    host.
+    ``backward_s``: backward of a step's first microbatch. ``accumulate_s``: additional seconds in later microbatches,
+    which accumulate gradients. ``again_s``: part of ``backward_s`` that recomputes ops; that of a recomputed range is
+    counted with its last op. ``low_s``, ``high_s``: ends of the 80 % intervals, of shape (ops, 3): forward, backward,
+    accumulate. ``group``: ops with equal numbers have a common error. ``exchanged_s``, of shape (ops, 2): part of
+    forward and backward in which the op's ranks communicate and do not compute. ``issue_s``, of shape (ops, 3): seconds
+    in which the measured host of `host_issue` issues forward, backward and accumulate; None on CPUs.
     """
 
     forward_s: NDArray[np.float64]
@@ -165,9 +164,9 @@ class OpCosts:
     issue_s: NDArray[np.float64] | None = None
 
     def microbatch_s(self, *, trains: bool = True, first: bool = False) -> NDArray[np.float64]:
-        """Return the seconds of every op for one microbatch, shape (ops,): its forward and, if it trains, its backward.
+        """Return the seconds of every op for one microbatch, shape (ops,): forward, plus backward if ``trains``.
 
-        The ``first`` microbatch of a step does not accumulate gradients.
+        ``first``: whether it is the first microbatch of a step, which does not accumulate gradients.
         """
         if not trains:
             return self.forward_s
@@ -182,21 +181,24 @@ class OpCosts:
         return seconds
 
     def total(self, ops: Sequence[int] | NDArray[np.int64] | None = None) -> TotalSeconds:
-        """Return the sum of forward and backward of some ops (default: all), each counted once."""
+        """Return the sum of forward and backward seconds over ops (indices; default: all), without accumulation."""
         chosen = np.arange(len(self.group)) if ops is None else np.asarray(ops, np.int64)
         seconds = self.microbatch_s(first=True)[chosen]
         low, high = self.low_s[chosen, :2].sum(axis=1), self.high_s[chosen, :2].sum(axis=1)
         return add_intervals(seconds, low, high, self.group[chosen])
 
     def at_end(self, end: End) -> OpCosts:
-        """Return all ops times one factor, so that their sum is at one end of its interval, with no interval left."""
+        """Return the costs times one factor, which moves their sum to one end of its interval.
+
+        The intervals of the result are empty: ``low_s`` and ``high_s`` equal the seconds.
+        """
         whole = self.total()
         factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
         columns = self._columns() * factor
         return self._with(columns, columns, columns, self.again_s * factor, self.exchanged_s * factor)
 
     def slowed(self, factor: float) -> OpCosts:
-        """Return the costs on a device where everything takes ``factor`` times as long."""
+        """Return the costs on a device that takes ``factor`` times as long for every op."""
         return self._with(
             self._columns() * factor,
             self.low_s * factor,
@@ -231,7 +233,7 @@ class OpCosts:
 
 
 def op_cost_around(seconds: RooflineSeconds, interval: Interval, basis: Basis) -> OpCost:
-    """Return the cost of an op whose interval has the same factors for every pass."""
+    """Return the cost of an op with the same interval factors for forward, backward and accumulation."""
     low, high = interval.low, interval.high
     return OpCost(
         seconds=seconds, low=seconds.scaled(low, low, low), high=seconds.scaled(high, high, high), basis=basis
@@ -239,12 +241,15 @@ def op_cost_around(seconds: RooflineSeconds, interval: Interval, basis: Basis) -
 
 
 def cost_of_seconds(seconds: float, interval: Interval, basis: Basis) -> Cost:
-    """Return seconds as a cost, with the interval as factors on them."""
+    """Return seconds as a `Cost`; the factors of ``interval`` give the ends of its interval."""
     return Cost(seconds=seconds, low_s=seconds * interval.low, high_s=seconds * interval.high, basis=basis)
 
 
 def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray[np.int64]) -> TotalSeconds:
-    """Return the sum of n predictions (each argument of shape (n,)); those of one group have a common error."""
+    """Return the sum of n predictions with its interval; each argument has shape (n,).
+
+    Predictions with equal ``group`` numbers have a common error; the errors of different groups are independent.
+    """
     _, places = np.unique(group, return_inverse=True)
     total = float(seconds.sum())
     below, above = (
@@ -263,11 +268,13 @@ def gather_costs(
     issued: Sequence[RooflineSeconds] = (),
     alike: NDArray[np.int64] | None = None,
 ) -> OpCosts:
-    """Expand one cost per class to the costs of all ops; an op of a joint graph's backward half runs in the backward.
+    """Return the costs of all ops of a graph from the costs of classes of equal ops.
 
-    ``exchanges`` of ops with other ranks are part of their costs; everything else takes ``slowdown`` times as long.
-    ``issued`` is the host's time for each class; classes with the same number in ``alike`` have a common error, by
-    default each class its own. Recomputed ops run in the backward, before that of the last op of their range.
+    ``class_of``: the class of each op. ``exchanges``: communication of ops with other ranks, added to their costs.
+    ``slowdown``: factor on all other seconds. ``issued``: the host's seconds for each class; empty on CPUs. ``alike``:
+    a number per class; classes with equal numbers have a common error; by default each class has its own. The ops in
+    the backward half of a joint graph count as backward. Recomputed ops are counted in the backward, with the last op
+    of their range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
     again = [(stop - 1, np.array(computed_again(graph, start, stop), np.int64)) for start, stop in graph.recompute]
@@ -315,7 +322,7 @@ def gather_costs(
 
 
 def explain_bases(counts: Counter[Basis], kinds: Collection[str]) -> str:
-    """Return a sentence on the numbers of op costs by basis, the device kinds, and the quality of rooflines."""
+    """Return a sentence with the numbers of op costs by basis, for the user; ``kinds``: names of the device kinds."""
     total, guessed = counts.total(), counts["roofline"]
     if guessed == total:
         return (
@@ -323,5 +330,5 @@ def explain_bases(counts: Counter[Basis], kinds: Collection[str]) -> str:
             "which real steps mostly exceed. `meshwright measure` replaces them on a machine that you have."
         )
     words = ", ".join(f"{count} {basis}" for basis, count in sorted(counts.items()))
-    warning = "; rooflines are mostly too short, measure this model to replace them" if guessed else ""
+    warning = "; rooflines are mostly too short: run `meshwright measure` to replace them" if guessed else ""
     return f"Basis of {total} op costs: {words}{warning}."

@@ -1,4 +1,4 @@
-"""Seconds of the host to issue ops to a CUDA device, which runs them later: per op and per optimizer step.
+"""Seconds in which the host issues ops to a CUDA device, which runs them asynchronously: per op and optimizer step.
 
     forward      calls · forward_call_s + kernels · launch_s      calls: kernels, views and casts
     backward     nodes · node_s + kernels · launch_s              nodes: nodes of autograd's graph, including one per
@@ -7,25 +7,26 @@
     optimizer    tensors · seconds of the loop per tensor
 
 A call in a model takes several times as long as in a loop over one op: modules and the user's Python run in between,
-and caches are cold. This was measured on a CPU without a device, with models whose tensors are so small that computing
-takes no time (``scripts/measure_host_issue.py``). Its seconds and those of a CUDA host (``host_issue.toml``) differ by
-the ``speed`` of the hosts, and by the time of a launch. A loop over an addition and one over a linear layer, with one
-kernel each, give both:
+and caches are cold. This was measured on a CPU without a GPU, the reference host, with models whose tensors are so
+small that computing takes no time (``scripts/measure_host_issue.py``). The CUDA host of ``host_issue.toml`` ("the
+measured host") differs by its ``speed`` and by the time of a launch. Both follow from a loop over an addition and a
+loop over a linear layer, with one kernel each:
 
     call_s   = speed · reference.call_s   + launch_s
     linear_s = speed · reference.linear_s + launch_s
 
-A compiled unit is one call and one node of autograd's graph, and issues its kernels from a wrapper that inductor wrote:
+A compiled unit is one call and one node of autograd's graph. Its kernels are issued by a wrapper that inductor writes:
 
     forward      unit_s + extern kernels · extern_s + generated kernels · generated_s + kernels · launch_s
     backward     unit_backward_s + extern kernels · extern_backward_s + ...
 
-These seconds, too, are from a CPU without a device (``compiled`` of ``host_issue.toml``), scaled by its speed.
+These seconds, too, were measured on a CPU without a GPU (``compiled`` in ``host_issue.toml``) and are scaled by its
+speed.
 
-Equal launch times of both kernels are an assumption: 2 µs more for the product would make the host a fifth faster, and
-``engine_s``, the remainder of a backward, longer.
+The launch times of the two kernels are assumed to be equal. If the product's were 2 µs longer, the computed speed of
+the host would be a fifth faster, and ``engine_s``, the remainder of a backward, longer.
 
-The views inside products and attention are counted here, since the ops of a graph hide them (torch 2.11,
+The views inside products and attention are counted here, because a graph does not contain them as ops (torch 2.11,
 torch/csrc/autograd/FunctionsManual.cpp, aten/src/ATen/native/Linear.cpp, LinearAlgebra.cpp and
 transformers/attention.cpp).
 """
@@ -70,9 +71,11 @@ _LINEAR_BACKWARD_KERNELS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceCalls:
-    """Seconds of calls on a CPU without a device.
+    """Seconds of calls measured on the reference host, a CPU without a GPU.
 
-    They are those of loops over one op, and averages in models, forward and backward.
+    ``call_s``, ``linear_s``, ``linear_backward_s``: one iteration of a loop over an addition, a linear layer, and a
+    linear layer's forward and backward. ``model_call_s``, ``model_node_s``: averages in models of a call in the forward
+    and of an autograd node in the backward.
     """
 
     call_s: float
@@ -85,10 +88,12 @@ class ReferenceCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCalls:
-    """Seconds of compiled units on a CPU without a device whose loops take ``call_s`` and ``linear_s``.
+    """Seconds of compiled units measured on a CPU without a GPU.
 
-    ``unit_s``: guards, the runtime of ahead-of-time autograd and its node; ``extern_s``: a call of a product with the
-    guards of its weight, in the backward with the weight's gradient; ``generated_s``: a kernel that inductor wrote.
+    ``call_s``, ``linear_s``: seconds of an addition and of a linear layer in a loop on this CPU. ``unit_s``,
+    ``unit_backward_s``: calling a unit (guards, autograd's node), and its backward. ``extern_s``,
+    ``extern_backward_s``: one call of a product with the guards of its weight, and in the backward with the weight's
+    gradient. ``generated_s``: one kernel that inductor generated.
     """
 
     call_s: float
@@ -103,9 +108,11 @@ class CompiledCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCalls:
-    """Seconds of loops on a CUDA host.
+    """Seconds of host calls measured on a CUDA host, and on the reference hosts without a GPU.
 
-    They are those of an addition, a linear layer, its forward and backward, and a step of AdamW per tensor.
+    ``call_s``, ``linear_s``, ``linear_backward_s``: one iteration of a loop over an addition, a linear layer, and a
+    linear layer's forward and backward. ``fused_tensor_s``, ``foreach_tensor_s``: a step of AdamW per tensor, by the
+    fused and by the foreach loop.
     """
 
     call_s: float
@@ -121,17 +128,17 @@ class HostCalls:
 
     @property
     def speed(self) -> float:
-        """Time per call, launches excluded, relative to the reference host: 2 if this host takes twice as long."""
+        """Time of a call without its launch / that of the reference host: 2 if this host takes twice as long."""
         return (self.linear_s - self.call_s) / (self.reference.linear_s - self.reference.call_s)
 
     @property
     def compiled_speed(self) -> float:
-        """As `speed`, relative to the host on which compiled units were timed."""
+        """Time of a call without its launch / that of the host on which compiled units were measured."""
         return (self.linear_s - self.call_s) / (self.compiled.linear_s - self.compiled.call_s)
 
     @property
     def launch_s(self) -> float:
-        """Seconds to launch a kernel, in addition to its call."""
+        """Seconds to launch a kernel, in addition to the call of the op."""
         return self.call_s - self.speed * self.reference.call_s
 
     @property
@@ -141,24 +148,28 @@ class HostCalls:
 
     @property
     def node_s(self) -> float:
-        """Seconds of one node in a model's backward, without its launches."""
+        """Seconds of one autograd node in a model's backward, without the launches of its kernels."""
         return self.speed * self.reference.model_node_s
 
     @property
     def engine_s(self) -> float:
-        """Seconds to pass a backward to autograd's thread and back; without a device it runs in the caller's thread."""
+        """Seconds to start a backward in autograd's thread and to return; on a CPU it runs in the caller's thread."""
         same = self.speed * self.reference.linear_backward_s + _LINEAR_BACKWARD_KERNELS * self.launch_s
         return self.linear_backward_s - same
 
     @property
     def foreach_operation_s(self) -> float:
-        """Seconds per tensor of one operation over many tensors."""
+        """Seconds per tensor of one operation of the foreach loop of an optimizer, over many tensors."""
         return self.foreach_tensor_s / _ADAMW_OPERATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpIssueCounts:
-    """The host's work for one op: calls and kernels forward, nodes and kernels backward, gradients accumulated."""
+    """The numbers of calls that the host makes for one op.
+
+    ``calls``, ``kernels``: in the forward. ``nodes``, ``backward_kernels``: autograd nodes and kernels in the backward.
+    ``accumulations``: gradients that are accumulated.
+    """
 
     calls: int
     kernels: int
@@ -169,15 +180,16 @@ class OpIssueCounts:
 
 @lru_cache(maxsize=1)
 def load_host_calls() -> HostCalls:
-    """Load the shipped measurements."""
+    """Load the shipped measurements of host calls (``host_issue.toml``)."""
     with resources.as_file(resources.files("meshwright.cost") / "host_issue.toml") as path:
         return decode_document(HostCalls, read_data(path), path.name)
 
 
 def host_factor(node: Node, end: End | None, measured_s: float = 0.0) -> float:
-    """Return how many times as long as the measured host a node's host takes; or an end of its interval.
+    """Return the time of a node's host to issue ops / that of the measured host, or one end of the factor's interval.
 
-    ``measured_s`` is the seconds of a call by a measurement table, for a node that does not state them.
+    ``measured_s``: seconds of a call from a measurement table, used if the node has no ``host_call_s``; 0 if unknown.
+    Without both, the factor is 1.
     """
     call_s = node.host_call_s or measured_s
     factor = call_s / load_host_calls().call_s if call_s else 1.0
@@ -186,7 +198,10 @@ def host_factor(node: Node, end: End | None, measured_s: float = 0.0) -> float:
 
 
 def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> OpIssueCounts:
-    """Return the host's work for one op, the same for every batch ``size``; arguments as of `passes_of`."""
+    """Return the numbers of calls of the host for one op, which are equal for all batch sizes.
+
+    The arguments are those of `passes_of`.
+    """
     if size == 1:
         # A batch of one sample is broadcast without a sum of its gradient; the count is for more samples.
         size, key = 2, ""
@@ -209,9 +224,9 @@ def count_issued(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers:
 
 
 def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers: Numbers) -> RooflineSeconds:
-    """Return the measured host's seconds for one op, the same for every batch ``size``.
+    """Return the seconds in which the measured host issues one op, which are equal for all batch sizes.
 
-    Arguments are those of `passes_of`.
+    The arguments are those of `passes_of`.
     """
     calls, issued = load_host_calls(), count_issued(graph, op, size, dtype, key, numbers)
     return RooflineSeconds(
@@ -222,7 +237,10 @@ def issue_seconds(graph: Graph, op: Op, size: int, dtype: str, key: str, numbers
 
 
 def unit_issue_seconds(*, trained: bool) -> RooflineSeconds:
-    """Return the measured host's seconds to call a compiled unit, and for its backward node, without kernels."""
+    """Return the seconds of the measured host to call a compiled unit, without its kernels.
+
+    The backward's seconds are 0 unless ``trained``.
+    """
     calls = load_host_calls()
     backward_s = calls.compiled.unit_backward_s if trained else 0.0
     unit = RooflineSeconds(forward_s=calls.compiled.unit_s, backward_s=backward_s, accumulate_s=0.0)
@@ -230,7 +248,10 @@ def unit_issue_seconds(*, trained: bool) -> RooflineSeconds:
 
 
 def kernel_issue_seconds(count: int, *, extern: bool, backward: bool) -> RooflineSeconds:
-    """Return the measured host's seconds to launch one kernel from a compiled unit, in ``count`` parts."""
+    """Return the seconds in which the measured host issues ``count`` kernels of one sort from a compiled unit.
+
+    ``extern``: library kernels, not generated ones. ``backward``: whether they run in the backward.
+    """
     calls = load_host_calls()
     own = calls.compiled.generated_s
     if extern:
@@ -242,7 +263,7 @@ def kernel_issue_seconds(count: int, *, extern: bool, backward: bool) -> Rooflin
 
 
 def optimizer_issue_seconds(num_tensors: int, optimizer: Optimizer, loop: OptimizerLoop) -> float:
-    """Return the measured host's seconds for one optimizer step over a number of tensors."""
+    """Return the seconds in which the measured host issues one optimizer step over ``num_tensors`` tensors."""
     calls, operations = load_host_calls(), num_operations(optimizer)
     if loop == "fused":
         return num_tensors * calls.fused_tensor_s
@@ -252,7 +273,10 @@ def optimizer_issue_seconds(num_tensors: int, optimizer: Optimizer, loop: Optimi
 
 
 def issue_step(num_tensors: int, optimizer: Optimizer, measurements: Measurements | None) -> float:
-    """Return the host's seconds for one step over a number of tensors by our runtime's loop, measured if possible."""
+    """Return the seconds in which the measured host issues one optimizer step over tensors, by our runtime's loop.
+
+    If ``measurements`` contain such steps, their seconds are used, scaled to the measured host.
+    """
     loop = default_loop(optimizer, on_gpu=True)
     rows = measurements.optimizers if measurements is not None and measurements.host_call_s else ()
     points = [

@@ -1,8 +1,8 @@
-"""Seconds and memory of each layer of a graph on a device: rows for `cost_table` and ``--json``.
+"""Seconds and memory of each layer of a graph on a device kind, as rows for `cost_table` and ``--json``.
 
-Seconds are for one microbatch: the layer's ops one after the other. The interval is for forward and backward together.
-That of the model is narrower than the sum of its layers' intervals, where their errors are independent
-(`costs.add_intervals`).
+Seconds are for one microbatch, with the layer's ops one after the other. The interval is that of forward and backward
+together. The interval of the whole model is narrower than the sum of the layers' intervals if the errors of the layers
+are independent (`costs.add_intervals`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _MEMORY = ("num_parameters", "saved_bytes")
 
 
 def cost_rows(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind) -> tuple[list[Row], Row]:
-    """Return one row per layer for a microbatch on a device, and a row for the whole graph.
+    """Return one row per layer for a microbatch on a device kind, and a row for the whole graph.
 
-    Keys: ``layer``, ``forward_s``, ``backward_s`` (0 in a graph for inference), ``low_s`` and ``high_s`` (80 % interval
-    of both together), ``basis`` (shares of the seconds, the most certain first), ``num_parameters``, ``saved_bytes``.
+    Keys of a row: ``layer``, ``forward_s``, ``backward_s`` (0 in a graph for inference), ``low_s`` and ``high_s`` (80 %
+    interval of forward plus backward), ``basis`` (each basis with its share of the seconds, the most certain first),
+    ``num_parameters``, and ``saved_bytes`` (activations saved for the backward).
     Raises GraphError if the graph is not valid for this batch size.
     """
     costs = cost.estimate_ops(graph, batch_size, kind)
@@ -55,9 +56,10 @@ def cost_table(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKind)
 
 
 def optimizer_row(cost: CostModel, graph: Graph, kind: DeviceKind) -> Row | None:
-    """Return the optimizer step over all parameters, which ``show`` assumes to be AdamW; None for inference graphs.
+    """Return a row with the cost of an AdamW step over all parameters; None for inference graphs.
 
-    Keys: ``optimizer``, ``loop`` (how it iterates over the parameters), ``seconds``, ``low_s``, ``high_s``, ``basis``.
+    Keys: ``optimizer``, ``loop`` (how the optimizer iterates over the parameters), ``seconds``, ``low_s``, ``high_s``,
+    ``basis``.
     """
     if graph.mode != "training":
         return None
@@ -68,7 +70,7 @@ def optimizer_row(cost: CostModel, graph: Graph, kind: DeviceKind) -> Row | None
 
 
 def explain_optimizer(row: Row, kind: DeviceKind) -> str:
-    """Return the optimizer row as a sentence."""
+    """Return the row of `optimizer_row` as a sentence for the user."""
     seconds, low, high = (format_seconds(row[key]) for key in ("seconds", "low_s", "high_s"))
     ways = {"tensors": "tensor by tensor", "foreach": "all tensors at once", "fused": "in one kernel"}
     return (

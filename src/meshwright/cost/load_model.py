@@ -1,13 +1,14 @@
 """Load a cost model for a cluster from a file of measurements: ops, optimizers, transfers, collectives, kernels.
 
-`refuse_impossible` refuses rows that no device can have measured, because of a wrong unit or damage. Expected is
+`refuse_impossible` raises an error for impossible rows, which are due to a wrong unit or to damage. The expected range
+is
 
     seconds / roofline in [1 / 10, 1,000] on GPUs, [1 / 100, 10,000] on CPUs
 
 with roofline = max(FLOPs / peak, bytes / memory bandwidth) + launch. For 24,000 public products on A100, H100, H200 and
-L40S the ratio is 0.34 (everything in cache) to 233, for 2,204 ops on one Xeon 0.26 to 131; the shipped description of a
-CPU may differ from another CPU by an order of magnitude. A wrong unit changes times by at least 1,000, so that rows
-near the roofline reveal it; small ops, dominated by launches, may not.
+L40S the ratio is 0.34 (everything in cache) to 233; for 2,204 ops on one Xeon it is 0.26 to 131. The shipped figures of
+a CPU may be wrong by an order of magnitude for another CPU. A wrong unit changes times by a factor of at least 1,000,
+which is detected for rows near the roofline, but not always for small ops, whose time is mostly launches.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ if TYPE_CHECKING:
 def load_cost_model(
     cluster: Cluster, path: Path | str | None, precision: Precision, software: Software = PYTORCH
 ) -> CostModel:
-    """Return costs for a cluster from its rows of a file (``.json`` or ``.parquet``), else from datasheets.
+    """Return a cost model for a cluster, with the measurements of a file (``.json`` or ``.parquet``).
 
-    Raises DocumentError for an unreadable file, MeasurementError if it has no row of the cluster's devices.
+    Without a ``path`` (None), all costs come from datasheets and shipped models. Raises DocumentError for an unreadable
+    file. Raises MeasurementError if the file has no row of the cluster's devices, contradictory rows, or impossible
+    ones.
     """
     if path is None:
         return CostModel(cluster=cluster, precision=precision, software=software)
@@ -48,8 +51,8 @@ def load_cost_model(
     if len(twice := here.contradictions()):
         first = int(twice[0])
         raise MeasurementError(
-            f"{path}: {len(twice)} rows measure what another row of the table measured, with other seconds (the first: "
-            f"{here.op[first]} {here.shapes[first][:100]}). Keep the right one of each."
+            f"{path}: {len(twice)} rows contradict another row of the table: same measurement, different seconds (the "
+            f"first: {here.op[first]} {here.shapes[first][:100]}). Keep the right one of each."
         )
     refuse_impossible(here, cluster)
     own, host = fit_measured(here)
@@ -66,17 +69,18 @@ def load_cost_model(
 
 
 def refuse_other_devices(measured: Measurements, cluster: Cluster, path: Path | str) -> None:
-    """Raise MeasurementError if a table was measured on none of the cluster's device kinds."""
+    """Raise MeasurementError if the device of a measurement table is not among the cluster's device kinds."""
     kinds = {kind.usual_name for kind in map(cluster.device_kind, range(cluster.num_ranks))}
     if measured.device not in kinds:
         raise MeasurementError(
-            f"{path} was taken on {measured.device} ({measured.software}); the devices of {cluster.name!r} are "
-            f"{', '.join(sorted(kinds))}. Measure there (`meshwright measure`), or leave --measurements out."
+            f"{path} was measured on {measured.device} ({measured.software}); the devices of cluster {cluster.name!r} "
+            f"are {', '.join(sorted(kinds))}. Measure on that cluster (`meshwright measure`), or leave --measurements "
+            "out."
         )
 
 
 def other_torch(measured: Measurements | None) -> str:
-    """Return a warning if a table was measured with another version of torch than the installed one; else ""."""
+    """Return a warning if a table was measured with a version of torch other than the installed one, else ""."""
     found = re.search(r"torch (\S+?),", f"{measured.software}," if measured is not None else "")
     try:
         here = version("torch")
@@ -85,8 +89,8 @@ def other_torch(measured: Measurements | None) -> str:
     if found is None or measured is None or found[1].split("+")[0] == here.split("+")[0]:
         return ""
     return (
-        f"The measurements were taken with torch {found[1]} on {measured.device}; torch here is {here}. Ops of another "
-        "version may take other times: measure again with the torch that will run."
+        f"The measurements were taken with torch {found[1]} on {measured.device}; the installed torch is {here}. Ops "
+        "may take different times in another version: measure again with the torch that will run."
     )
 
 
@@ -104,7 +108,7 @@ _ON_PROCESSORS = (0.01, 1e4)
 
 
 def refuse_impossible(rows: Records, cluster: Cluster) -> None:
-    """Raise MeasurementError for products and captured ops whose times are impossible on a device of the cluster."""
+    """Raise MeasurementError for a product or captured op whose time is impossible on its device (see the module)."""
     kinds = {kind.name: kind for kind in cluster.device_kinds}
     columns = zip(rows.device, rows.op, rows.phase, rows.shapes, rows.dtype, rows.seconds.tolist(), strict=True)
     for device, op, phase, shapes, dtype, seconds in columns:
@@ -118,8 +122,8 @@ def refuse_impossible(rows: Records, cluster: Cluster) -> None:
         low, high = _ON_GPUS if is_tiled(kind) else _ON_PROCESSORS
         if not low <= seconds / expected <= high:
             raise MeasurementError(
-                f"{op} {shapes[:100]} takes {format_seconds(seconds)} on {device} by the table; expected about "
-                f"{format_seconds(expected)} by the datasheet; no measurement differs this much from it. Check the "
+                f"{op} {shapes[:100]} takes {format_seconds(seconds)} on {device} by the measurement table; expected "
+                f"about {format_seconds(expected)} by the datasheet. No real measurement differs this much. Check the "
                 "unit of the table (seconds), or leave the row out."
             )
 

@@ -1,7 +1,7 @@
-"""Classes of ops with equal costs: equal kind, attributes, shapes and roles, so that one cost serves all of them.
+"""Classes of ops with equal costs, so that the cost of each class is estimated once.
 
-Ops are grouped by everything that a cost depends on, for every batch size at once. The repeated blocks of a large model
-collapse to a few dozen classes: 80 layers are estimated as one.
+Ops of a class have equal kind, attributes, shapes and roles of tensors, for every batch size. The ops of a large model
+with 80 equal layers form a few dozen classes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpClasses:
-    """``class_of[i]`` is the class of op i (shape: ops); ``representatives[c]`` is the first op of class c.
+    """The classes of the ops of a graph.
 
-    ``added[c]`` are the places of its inputs whose gradient is added to that of an earlier reader. ``single`` are
+    ``class_of[i]``: class of op i, shape (ops,). ``representatives[c]``: first op of class c. ``added[c]``: positions
+    of the inputs of class c whose gradient is added to an existing gradient of the same tensor. ``single``: ids of the
     tensors that are float32 in every precision (`stays_single`).
     """
 
@@ -39,7 +40,7 @@ class OpClasses:
 # Cost models of several clusters estimate the same graph.
 @lru_cache(maxsize=8)
 def classify_ops(graph: Graph) -> OpClasses:
-    """Group the ops of a graph by everything that their cost depends on."""
+    """Return the classes of a graph's ops: ops are in one class if all properties that affect their cost are equal."""
     single = stays_single(graph)
     sorts = _tensor_sorts(graph, single)
     known: dict[Hashable, int] = {}

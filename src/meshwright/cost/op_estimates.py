@@ -1,18 +1,21 @@
-"""The estimate of an op: by a measurement table, by a trace of the user's own runs, between measured sizes, or learned.
+"""The estimated seconds of one op (`estimate_op`), from the first available source.
 
-    measured      the key is in the table, or all of its passes are in a trace of the user's own runs
-    interpolated  the same op was measured at batch sizes below and above: linear between the nearest two
+The sources, which are the basis of the estimate, in this order:
+
+    measured      the op's key is in the measurement table, or its forward and backward are in a trace of the user's
+                  own runs
+    interpolated  the same op was measured at smaller and larger batch sizes: linear between the nearest two
     regressed     ops of its family were measured: `cost.ops`
-    transferred   it was measured on one side only: the nearest time × (roofline here / roofline there); or only its
-                  forward is in a trace
-    roofline      nothing similar was measured; `cost.kernels` then estimates products and attention on GPUs
+    transferred   the op was measured at smaller or at larger batch sizes only: the nearest time × (roofline at this
+                  size / roofline at that size); or only its forward is in a trace
+    roofline      no similar op was measured; `cost.kernels` then estimates products and attention on GPUs
 
-"The same op" is decided by the key: an entry belongs to batch size n exactly if ``op_key(graph, op, n)`` equals it. The
-intervals hold measured / predicted of four out of five ops, forward and backward, of the models in `validation.cpu_ops`
-that are not scored: each op against its time in another model, between or next to other batch sizes, or against its
-roofline. Rooflines of GPUs have their own interval: no element-wise op or norm was measured on a GPU, so it is that of
-memory-bound products and their rooflines (`validation.kernels`, bfloat16), from the lowest 10 % to the highest 90 %
-quantile of A100, H100, H200 and L40S.
+An entry of the table belongs to an op at batch size n if its key equals ``op_key(graph, op, n)``. The intervals contain
+measured / predicted for four out of five ops (forward and backward) of those models in `validation.cpu_ops` that are
+not scored. Each op is compared with its time in another model, between or next to other batch sizes, or with its
+roofline. Rooflines of GPUs have their own interval. As no element-wise op or norm was measured on a GPU, this interval
+is that of memory-bound products and their rooflines (`validation.kernels`, bfloat16), from the lowest 10 % to the
+highest 90 % quantile of A100, H100, H200 and L40S.
 """
 
 from __future__ import annotations
@@ -52,16 +55,17 @@ if TYPE_CHECKING:
 # the form α + β·x the curve is exactly α + β·x from the smallest point on.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """Seconds as a function of size through measured points.
+    """Seconds as a piecewise linear function of a size (bytes or elements), through measured points.
 
-    ``sizes`` ascending, ``seconds`` non-decreasing, both of shape (points,).
+    ``sizes``, ascending, and ``seconds`` have shape (points,). Below the smallest size, the function is constant; above
+    the largest, it has the last segment's slope.
     """
 
     sizes: NDArray[np.float64]
     seconds: NDArray[np.float64]
 
     def at(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds at each of the sizes (same shape)."""
+        """Return the seconds at each of ``sizes``, in the same shape."""
         above: NDArray[np.float64] = np.maximum(sizes - self.sizes[-1], 0.0)
         return np.interp(sizes, self.sizes, self.seconds) + self._slope_above() * above
 
@@ -72,7 +76,10 @@ class Curve:
 
 
 def fit_curve(points: Iterable[tuple[float, float]]) -> Curve:
-    """Return the curve through (size, seconds) points, at least one; equal sizes are averaged."""
+    """Return the curve through one or more points (size, seconds); the seconds of equal sizes are averaged.
+
+    Seconds that decrease with size are replaced by the running maximum.
+    """
     by_size: dict[float, list[float]] = {}
     for size, seconds in points:
         by_size.setdefault(float(size), []).append(seconds)
@@ -107,9 +114,10 @@ Shapes = tuple[str, ...]
 # the roofline times the same ratio. Source of the names: torch 2.13, tools/autograd/derivatives.yaml.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedOps:
-    """Rows of traces of one device: ``seconds`` by operator and inputs, ``products`` by dtype and (m, n, k).
+    """The operators in profiler traces of one device.
 
-    ``backwards``: for the operators of a backward, seconds by name and first input.
+    ``seconds``: by operator name and inputs, written as in the trace. ``products``: seconds of matrix products by
+    (dtype, m, n, k). ``backwards``: seconds of operators of backwards, by name and first input.
     """
 
     seconds: dict[tuple[str, Shapes], float] = field(default_factory=dict)
@@ -122,7 +130,10 @@ class TracedOps:
     def find(
         self, graph: Graph, op: Op, batch_size: int, dtype: str, bound: RooflineSeconds
     ) -> tuple[RooflineSeconds, Basis] | None:
-        """Return the seconds of an op and their basis; None without a row of its forward. ``bound``: its roofline."""
+        """Return the seconds of an op and their basis; None if its forward is not in the traces.
+
+        ``bound``: the op's roofline, from which missing parts are scaled.
+        """
         inputs = tuple(_input(graph, index, batch_size, dtype) for index in op.inputs)
         sizes = _product_sizes(graph, op, batch_size)
         name = operator_name(op)
@@ -172,7 +183,7 @@ class TracedOps:
 
 
 def collect_traced(rows: Records) -> TracedOps:
-    """Return the rows of traces among rows of one device, without rows of captured ops, which name gradients."""
+    """Return the rows of one device that come from profiler traces; rows of captured ops are skipped."""
     traced = TracedOps()
     for op, shapes, dtype, seconds in zip(rows.op, rows.shapes, rows.dtype, rows.seconds.tolist(), strict=True):
         if seconds <= 0:
@@ -222,7 +233,7 @@ GPU_ROOFLINE = Interval(low=0.65, high=2.58)
 
 
 class OpTable:
-    """The measured ops of one table, looked up by op and batch size. Immutable after construction."""
+    """The measured ops of one measurement table, by key, op and batch size, for a model that computes in ``dtype``."""
 
     def __init__(self, measurements: Measurements, dtype: str) -> None:
         self._dtype = dtype
@@ -238,24 +249,24 @@ class OpTable:
             self._by_kind.setdefault(kind, []).append((shapes, entry.key))
 
     def key(self, graph: Graph, op: Op, batch_size: int) -> str:
-        """Return the op's key at the model's precision."""
+        """Return the key of an op at a batch size in the table, in the table's dtype."""
         return key_in(self._dtype, graph, op, batch_size)
 
     def find(self, key: str) -> RooflineSeconds | None:
-        """Return the entry of exactly this key."""
+        """Return the measured seconds of the op with this key; None if it was not measured."""
         entry = self._by_key.get(key)
         if entry is None:
             return None
         return RooflineSeconds(forward_s=entry.forward_s, backward_s=entry.backward_s, accumulate_s=entry.accumulate_s)
 
     def spread(self, key: str) -> float:
-        """Return (p90 - p10) / median of the forward of a key that `find` knows."""
+        """Return (p90 - p10) / median of the measured forward of a key; raises KeyError if it was not measured."""
         return self._by_key[key].spread
 
     def issued(self, graph: Graph, op: Op, key: str) -> RooflineSeconds | None:
-        """Return the host's seconds to issue an op of this key, or the same op at another batch size.
+        """Return the measured seconds in which the host issues the op with this key, without gradient accumulation.
 
-        None if not measured. Gradient accumulation is not included.
+        If this key was not measured, the same op at another batch size is used; None if that is missing, too.
         """
         entry = self._by_key.get(key)
         if entry is None or not entry.forward_issue_s:
@@ -266,18 +277,18 @@ class OpTable:
         return RooflineSeconds(forward_s=entry.forward_issue_s, backward_s=entry.backward_issue_s, accumulate_s=0.0)
 
     def moved(self, move: Move) -> float | None:
-        """Return the seconds of a conversion or a sum that belongs to an op; None if it was not measured."""
+        """Return the measured seconds of a conversion or an addition of gradients; None if not measured."""
         curve = self._moved.get((move.read, move.written, move.adds))
         return None if curve is None else float(curve.at(np.array([move.elements], np.float64))[0])
 
     def learned(self, kind: DeviceKind) -> OpRegressor:
-        """Return the regressor that the rows give for other ops; fitted at the first call."""
+        """Return a regressor for ops that were not measured; it is fitted to the table's rows at the first call."""
         if kind.name not in self._learned:
             self._learned[kind.name] = fit_op_regressor(self._rows, kind, self._dtype)
         return self._learned[kind.name]
 
     def measured_batches(self, graph: Graph, op: Op) -> dict[int, RooflineSeconds]:
-        """Return the times of this op by batch size, ascending; empty if its shapes do not depend on the batch."""
+        """Return the measured times of an op by batch size, ascending; {} if its shapes do not depend on the batch."""
         keys = sorted(self._measured_keys(graph, op).items())
         entries = ((batch_size, self.find(key)) for batch_size, key in keys)
         return {batch_size: entry for batch_size, entry in entries if entry is not None}
@@ -311,7 +322,7 @@ def _moved_curves(measurements: Measurements) -> dict[tuple[int, int, bool], Cur
 
 
 def roofline_interval(kind: DeviceKind) -> Interval:
-    """Return the interval of rooflines on a device: that of GPUs if its datasheet is that of a GPU."""
+    """Return the interval of rooflines on a device kind, which differs between GPUs and CPUs."""
     return GPU_ROOFLINE if is_tiled(kind) else ROOFLINE
 
 
@@ -328,7 +339,8 @@ def estimate_op(
 ) -> OpCost:
     """Return the seconds of one op, their interval and their basis (see the module's docstring).
 
-    ``key``: if known. ``arithmetic``: the type in which it multiplies, if that is not ``dtype``.
+    ``dtype``: the type in which the op computes; ``arithmetic``: the type in which it multiplies, if it differs.
+    ``key``: the op's key, if already computed. ``table``: measured ops; without it (None), the result is the roofline.
     """
     key = key or key_in(dtype, graph, op, batch_size)
     bound = bound_op(graph, op, batch_size, kind, dtype, key, arithmetic)

@@ -1,7 +1,7 @@
-"""Seconds of an optimizer step over parameters, and of copying gradients into the buffers of their reduction.
+"""Seconds of an optimizer step over parameters, and of copying gradients into the buckets of their reduction.
 
-Measured (torch's own loop over the tensors): Σ over tensors of f(elements), f through the measured points.
-Else the roofline of torch's kernels, by its loop over the parameters:
+If steps were measured, the time is Σ over tensors of f(elements), where f is the curve through the measured points.
+Else it is the roofline of torch's kernels, by torch's loop over the parameters:
 
     seconds = Σ elements · accesses · width / (share · memory bandwidth) + kernels · launch
 
@@ -9,10 +9,11 @@ Else the roofline of torch's kernels, by its loop over the parameters:
     foreach   every operation is a kernel over all tensors, launched once per 320 chunks of 65,536 elements
     fused     one kernel reads parameters, gradients and states and writes parameters and states
 
-The share is 1 on CPUs; on GPUs it comes from measured steps of AdamW (`cost.gpu`). `default_loop` says which loop runs.
-In mixed precision the loop iterates over the float32 master copy; a gradient in bfloat16 is widened before it, the
-parameter narrowed after it. Copying into a bucket reads and writes each gradient once, tensor by tensor. Source: torch
-2.13, torch/optim/adam.py and sgd.py, aten/src/ATen/native/cuda/MultiTensorApply.cuh, FusedAdamUtils.cuh.
+The share is 1 on CPUs; on GPUs it comes from measured steps of AdamW (`cost.gpu`). `default_loop` returns the loop of
+our runtime. In mixed precision the loop iterates over the float32 master weights. A gradient in bfloat16 is widened
+before the step, and the parameter is narrowed after it. Copying into a bucket reads and writes each gradient once,
+tensor by tensor. Source: torch 2.13, torch/optim/adam.py and sgd.py,
+aten/src/ATen/native/cuda/MultiTensorApply.cuh, FusedAdamUtils.cuh.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _CHUNK_ELEMENTS, _MAX_CHUNKS, _MAX_TENSORS = 65_536, 320, 36
 
 
 def state_bytes(optimizer: Optimizer, precision: str) -> int:
-    """Return the bytes of optimizer states and master weight per parameter element."""
+    """Return the bytes of optimizer states and master weight per element of a parameter."""
     numbers = numbers_of(precision)
     return numbers.master_bytes + numbers.state_bytes * optimizer.num_states
 
@@ -69,21 +70,25 @@ def optimizer_bytes(parameter: Tensor, workload: Workload) -> int:
 
 
 def default_loop(optimizer: Optimizer, *, on_gpu: bool) -> OptimizerLoop:
-    """Return our runtime's loop (`training.job.make_optimizer`): AdamW fused on GPUs, else torch's default."""
+    """Return the loop over the parameters in our runtime (`training.job.make_optimizer`).
+
+    On GPUs it is "fused" for AdamW, else "foreach"; on CPUs "tensors". Except for AdamW on GPUs, it is torch's default.
+    """
     if not on_gpu:
         return "tensors"
     return "fused" if optimizer.kind == "adamw" else "foreach"
 
 
 def measured_as(optimizer: Optimizer, loop: OptimizerLoop) -> str:
-    """Return an optimizer's name in a measurement table: ``adamw`` for the loop over tensors, ``adamw.fused``."""
+    """Return the name of an optimizer and loop in a measurement table: "adamw" for "tensors", else "adamw.fused"."""
     return optimizer.name if loop == "tensors" else f"{optimizer.name}.{loop}"
 
 
 def optimizer_curves(measurements: Measurements, numbers: Numbers) -> dict[str, Curve]:
-    """Return seconds of one tensor's update by its elements, per optimizer measured in the type of the states.
+    """Return measured curves by name (`measured_as`): seconds to update one tensor, by its number of elements.
 
-    Also of copying one tensor's gradient into a bucket, in the type of the gradients.
+    Only optimizers measured in the type of the states are included. The key `BUCKET_COPY` has the seconds to copy one
+    tensor's gradient into a bucket, in the type of the gradients.
     """
     rows = [
         row
@@ -99,7 +104,7 @@ def optimizer_curves(measurements: Measurements, numbers: Numbers) -> dict[str, 
 
 
 def trainable_elements(graph: Graph, parameters: Sequence[int]) -> NDArray[np.int64]:
-    """Return the elements of each trainable parameter (shape: trainable parameters)."""
+    """Return the number of elements of each trainable parameter, shape (trainable parameters,)."""
     tensors = (graph.tensors[i] for i in parameters)
     return np.array([tensor.num_elements(0) for tensor in tensors if tensor.requires_grad], np.int64)
 
@@ -113,10 +118,11 @@ def estimate_step(
     loop: OptimizerLoop,
     unsure: Interval,
 ) -> Cost:
-    """Return the cost of one step over tensors of these sizes (shape: tensors).
+    """Return the cost of one optimizer step over tensors.
 
-    ``unsure`` is the interval of a roofline on the device. ``curve`` has measurements of this loop (`measured_as`);
-    conversions around master weights are added.
+    ``elements``: number of elements of each tensor, shape (tensors,). ``curve``: measured steps of this loop
+    (`optimizer_curves`), or None. ``unsure``: interval of rooflines on the device kind. On GPUs, conversions between
+    gradients, master weights and parameters are added to measured steps; rooflines always include them.
     """
     conversions = _conversions(numbers_of(precision))
     if curve is not None and not is_modelled(kind):
@@ -138,7 +144,7 @@ def estimate_step(
 
 
 def bytes_per_element(optimizer: Optimizer, precision: str, loop: OptimizerLoop) -> int:
-    """Return the bytes of memory traffic of a step per parameter element, including conversions of mixed precision."""
+    """Return the bytes that a step reads and writes per parameter element, including conversions of mixed precision."""
     numbers = numbers_of(precision)
     return numbers.state_bytes * _num_accesses(optimizer, loop) + sum(_conversions(numbers))
 
@@ -154,7 +160,7 @@ def _conversions(numbers: Numbers) -> list[int]:
 def estimate_copy(
     elements: NDArray[np.int64], kind: DeviceKind, precision: str, curve: Curve | None, unsure: Interval
 ) -> Cost:
-    """Return the cost of copying gradients of these sizes (shape: tensors) into a bucket, one by one."""
+    """Return the cost of copying gradients into a bucket, one by one; arguments as in `estimate_step`."""
     if curve is not None:
         return _estimate_measured(elements, curve, MEASURED_ON_GPU if is_modelled(kind) else MEASURED_STEP)
     width = numbers_of(precision).gradient_bytes
@@ -173,7 +179,7 @@ def _num_accesses(optimizer: Optimizer, loop: OptimizerLoop) -> int:
 
 
 def num_operations(optimizer: Optimizer) -> int:
-    """Return the number of operations of an update, tensor by tensor."""
+    """Return the number of torch operations in which the loop "tensors" updates one tensor."""
     return len(_ACCESSES[optimizer.name])
 
 

@@ -1,10 +1,10 @@
-"""The roofline of an op on its device, for ops without measurements.
+"""The roofline of an op on a device kind, for ops without measurements.
 
     seconds = max(FLOPs / peak(dtype), bytes / memory bandwidth) + kernels · launch
 
-Williams, Waterman, Patterson: Roofline (CACM 2009), with the device's datasheet figures; bytes by `traits`. It is
-mostly too short, as few ops reach the speeds of a datasheet. But it is not a bound: data in a cache do not come from
-memory. Its error: `op_estimates.ROOFLINE`, `op_estimates.GPU_ROOFLINE`.
+Peak and bandwidth come from the device's datasheet, bytes from `traits`. The roofline is mostly too short, because few
+ops reach the speeds of a datasheet. It is not a lower bound: data in a cache are not read from memory. Its errors are
+`op_estimates.ROOFLINE` and `op_estimates.GPU_ROOFLINE`. Source: Williams, Waterman, Patterson, Roofline (CACM 2009).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LAUNCH_S = 2.0e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineSeconds:
-    """Seconds of one op: forward, backward of a first microbatch, and the additional gradient accumulation."""
+    """Seconds of one op: forward, backward of a step's first microbatch, and accumulating gradients in later ones."""
 
     forward_s: float
     backward_s: float
     accumulate_s: float
 
     def scaled(self, forward: float, backward: float, accumulate: float) -> RooflineSeconds:
-        """Return each part times a factor."""
+        """Return the seconds with forward, backward and accumulate each multiplied by its own factor."""
         return RooflineSeconds(
             forward_s=self.forward_s * forward,
             backward_s=self.backward_s * backward,
@@ -41,11 +41,11 @@ class RooflineSeconds:
         )
 
     def times(self, factor: float) -> RooflineSeconds:
-        """Return all parts times one factor."""
+        """Return the seconds with forward, backward and accumulate multiplied by one factor."""
         return self.scaled(factor, factor, factor)
 
     def plus(self, other: RooflineSeconds) -> RooflineSeconds:
-        """Return the sums of the parts of both."""
+        """Return the sum of two ops' seconds, separately for forward, backward and accumulate."""
         return RooflineSeconds(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
@@ -54,16 +54,17 @@ class RooflineSeconds:
 
 
 def peak_flops(kind: DeviceKind, dtype: str) -> float:
-    """Return the peak operations per second; a dtype missing in the datasheet runs at the slowest listed rate."""
+    """Return the peak FLOP/s of a device kind in a dtype; the lowest listed rate if the datasheet lacks the dtype."""
     return kind.peak_flops_per_s.get(dtype) or min(kind.peak_flops_per_s.values())
 
 
 def bound_op(
     graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, key: str = "", arithmetic: str = ""
 ) -> RooflineSeconds:
-    """Return the roofline of one op at a batch size, arguments as of `passes_of`. A view takes no time.
+    """Return the roofline of one op at a batch size; 0 for a view.
 
-    ``arithmetic``: the type in which it multiplies, if that is not ``dtype``.
+    ``dtype``: the type in which the op computes; ``arithmetic``: the type in which it multiplies, if it differs. The
+    other arguments are those of `passes_of`.
     """
     passes = passes_of(graph, op, batch_size, dtype, key)
     peak, bandwidth = peak_flops(kind, arithmetic or dtype), kind.memory_bandwidth_bytes_per_s

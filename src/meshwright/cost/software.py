@@ -1,7 +1,7 @@
-"""Properties of training software that costs depend on, besides the graph and the plan: its attention and its host.
+"""Properties of training software that affect costs, in addition to graph and plan: its attention kernel and its host.
 
-The default is this package's runtime on current PyTorch. Published runs used other software: ``software.toml`` lists it
-by framework and date.
+The default is this package's runtime on current PyTorch. ``software.toml`` lists the software of published runs, by
+framework and date.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ Attention = Literal["torch", "flash-2", "flash-1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Training software of one framework from a date to that of the next entry; the first also holds for older runs.
+    """Training software of one framework, from the date ``since`` to that of the framework's next entry.
 
-    ``attention``: the kernels of fused attention: those that current PyTorch chooses, or a version of FlashAttention.
-    ``balanced_context``: whether under context parallelism each rank has tokens of the beginning and of the end.
-    ``host_factor``: how many times as long as plain PyTorch its host takes to issue an op. ``fused_attention``: whether
-    attention is fused; if not, scores are kept. ``overlap``: whether gradient reduction overlaps the backward.
-    ``memory_share``: the share of a device's memory that it uses. ``vocabulary_multiple``: vocabularies are padded to a
-    multiple of it on each device of a tensor-parallel group. The last four affect graph and plan of a published run.
+    The first entry of a framework is also used for older runs. ``attention``: the kernels of fused attention: "torch"
+    for those that current PyTorch chooses, else a version of FlashAttention. ``balanced_context``: whether under
+    context parallelism each rank has tokens of the beginning and of the end. ``host_factor``: time of the host to issue
+    an op / that of plain PyTorch. ``fused_attention``: whether attention is fused; if not, scores are saved.
+    ``overlap``: whether gradient reduction overlaps the backward. ``memory_share``: share (0..1) of a device's memory
+    that the software uses. ``vocabulary_multiple``: vocabularies are padded to a multiple of this number on each device
+    of a tensor-parallel group. The last four fields affect graph and plan of a published run.
     """
 
     framework: str
@@ -45,7 +46,7 @@ class Software:
 
     @property
     def name(self) -> str:
-        """The name that `read_software` accepts."""
+        """Name of the software in the form "framework@date", which `read_software` accepts."""
         return f"{self.framework}@{self.since}"
 
 
@@ -54,7 +55,7 @@ PYTORCH = Software(framework="PyTorch", since="", citation="meshwright.runtime")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareList:
-    """The document: of the entries that apply to a run, the last one is used."""
+    """The document ``software.toml``; the last of the entries that apply to a run is used."""
 
     software: tuple[Software, ...]
 
@@ -64,7 +65,8 @@ class SoftwareList:
 def find_software(framework: str, date: str = "") -> Software:
     """Return the software of a run; `PYTORCH` for an unknown framework.
 
-    ``framework``: text that starts with its name. ``date``: year or year-month of the run; the newest entry if empty.
+    ``framework``: text that starts with the name of a framework. ``date``: year or year-month of the run, such as
+    "2022-05"; "" for the newest entry.
     """
     name, date = framework.strip().lower(), date or "9999"
     known = [entry for entry in known_software() if name.startswith(entry.framework)]
@@ -73,9 +75,9 @@ def find_software(framework: str, date: str = "") -> Software:
 
 
 def read_software(text: str | None) -> Software:
-    """Return software by ``framework`` or ``framework@date``; `PYTORCH` for None.
+    """Return the software for a text "framework" or "framework@date"; `PYTORCH` for None.
 
-    Raises MeasurementError if unknown.
+    Raises MeasurementError for an unknown framework or an invalid date.
     """
     if text is None:
         return PYTORCH
@@ -83,18 +85,19 @@ def read_software(text: str | None) -> Software:
     names = sorted({entry.framework for entry in known_software()})
     if framework.strip().lower() not in names:
         raise MeasurementError(
-            f"The software {text!r} was given{suggest(framework, names)}; expected one of {', '.join(names)}, with or "
-            "without a date: megatron@2022."
+            f"The software {text!r} is unknown{suggest(framework, names)}; expected one of {', '.join(names)}, with or "
+            "without a date, such as megatron@2022."
         )
     if separator and not re.fullmatch(DATE, date):
         raise MeasurementError(
-            f"The software {text!r} was given; expected a year or a year and a month after @: megatron@2022."
+            f"The date in the software {text!r} is not valid; expected a year or a year and a month after @, such as "
+            "megatron@2022."
         )
     return find_software(framework, date)
 
 
 @cache
 def known_software() -> tuple[Software, ...]:
-    """Return all entries of the shipped file."""
+    """Return all entries of the shipped ``software.toml``."""
     with resources.as_file(resources.files("meshwright.cost") / "software.toml") as path:
         return decode_document(SoftwareList, read_data(path), path.name).software

@@ -1,13 +1,16 @@
-"""Communication of teams (`spec.teams`), inside a team and between teams, and its costs.
+"""Communication inside and between teams, and its costs.
 
-    messages        w pairs (r·w + i, s·w + i), one for each place i in a team, all at once
-    gradients       groups of places that differ only in the axes of the reduction (`summing_axes`), all groups at once:
-                    for most parameters context and expert, for experts context
-    inside          the ranks of a mesh axis, together with all its groups that use the nodes of the first one; if nodes
+A team is the w devices that compute one replica of a stage together (`spec.teams`). The devices of team r are r·w + i,
+for the positions i from 0 to w - 1.
+
+    messages        between teams r and s: w pairs of devices (r·w + i, s·w + i), all at once
+    gradients       groups of devices whose positions differ only in the mesh axes of the reduction (`summing_axes`),
+                    all groups at once; the axes are context and expert, for parameters of experts context only
+    inside          the devices of a mesh axis, at the same time as all groups of this axis on the same nodes; if nodes
                     differ, the slowest
 
-Ring attention: with c ranks a rank computes c parts of its attention one after the other, while the keys and values of
-the next part come from its neighbour: t/c + (c - 1)·max(t/c, send) (Liu et al., Ring Attention, 2023).
+Ring attention: with c ranks, a rank computes c parts of its attention one after the other. Meanwhile, its neighbour
+sends the keys and values of the next part: t/c + (c - 1)·max(t/c, send) (Liu et al., Ring Attention, 2023).
 """
 
 from __future__ import annotations
@@ -39,9 +42,10 @@ _FORWARD, _BACKWARD = 0, 1
 
 
 class OpExchange(NamedTuple):
-    """Seconds of communication in the forward or backward of op ``at`` of a local graph, with their interval.
+    """Seconds of communication inside an op of a local graph, with their interval.
 
-    ``ring``: the number of ranks of a ring, whose messages together overlap the op; 0 for additional time.
+    ``at``: index of the op. ``in_backward``: whether it communicates in the backward. ``ring``: the number of ranks of
+    a ring whose messages overlap the op's computation; 0 if the seconds are added to the op's.
     """
 
     at: int
@@ -53,7 +57,10 @@ class OpExchange(NamedTuple):
 
 
 def add_exchanges(table: Floats, exchanges: Sequence[OpExchange], seconds: Floats) -> None:
-    """Add the seconds of the exchanges, shape (exchanges,), to those of ops, columns forward and backward."""
+    """Add the ``seconds`` of the exchanges, shape (exchanges,), to the seconds of their ops in ``table``, in place.
+
+    ``table`` has one row per op; its first two columns are forward and backward.
+    """
     sent: dict[tuple[int, int, int], float] = {}
     for item, taken_s in zip(exchanges, seconds.tolist(), strict=True):
         column = _BACKWARD if item.in_backward else _FORWARD
@@ -66,14 +73,21 @@ def add_exchanges(table: Floats, exchanges: Sequence[OpExchange], seconds: Float
 
 
 def ring_attention_seconds(alone_s: float, send_s: float, num_ranks: int) -> float:
-    """Return the seconds of an op whose parts are computed while the next part's operands travel round a ring."""
+    """Return the seconds of ring attention: each part is computed while the operands of the next part are sent.
+
+    ``alone_s``: seconds of all parts without communication; ``send_s``: seconds of one message.
+    """
     part_s = alone_s / num_ranks
     return part_s + (num_ranks - 1) * max(part_s, send_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeamCosts:
-    """Seconds of the communication of teams of a sharding; ``costs`` are those of their devices."""
+    """The costs of communication inside and between the teams of a sharding.
+
+    ``costs``: costs of collectives between devices. ``float_bytes``: bytes of a floating-point element, None under
+    autocast. ``end``: see `CostModel.at_end`.
+    """
 
     costs: CollectiveCosts
     sharding: Sharding
@@ -85,9 +99,10 @@ class TeamCosts:
     def groups(
         self, op: CollectiveOp, teams: Sequence[int], concurrent: Sequence[Sequence[int]], axes: Axes = REPLICATING
     ) -> tuple[Group, tuple[Group, ...]]:
-        """Return the devices of one of the groups in which teams communicate, and the concurrent groups.
+        """Return one group of devices in which teams communicate, and the groups that communicate at the same time.
 
-        ``axes``: the axes inside teams that a collective includes.
+        ``teams``: the teams of the collective; ``concurrent``: other sets of teams that run the same collective at
+        once. ``axes``: the mesh axes inside teams over which the collective runs, too.
         """
         if self.sharding.width == 1:
             return tuple(teams), tuple(map(tuple, concurrent))
@@ -96,7 +111,10 @@ class TeamCosts:
         return first, tuple(others)
 
     def op_exchanges(self, graph: Graph, batch_size: int) -> list[OpExchange]:
-        """Return the communication of mesh axes inside the ops of a local graph."""
+        """Return the communication over mesh axes inside the ops of a local graph, for one microbatch.
+
+        Raises MeasurementError if the graph is local to a sharding other than this one.
+        """
         found = []
         for item in graph.collectives:
             if item.phase == "step":
@@ -109,7 +127,7 @@ class TeamCosts:
         return found
 
     def prepare(self, graph: Graph, batch_sizes: Sequence[int]) -> None:
-        """Predict the collectives of `op_exchanges` for several batch sizes at once."""
+        """Compute and cache the costs of the collectives of `op_exchanges` for several batch sizes at once."""
         wanted: dict[tuple[CollectiveOp, Axes], set[int]] = {}
         for item in graph.collectives:
             if item.phase != "step":
@@ -121,9 +139,10 @@ class TeamCosts:
                 self._predict(kind, axes, missing)
 
     def step_seconds(self, graph: Graph, parameter_ids: Sequence[int], elsewhere: Set[int]) -> float:
-        """Return the seconds per step in which a team reduces gradients whose parts are on its devices.
+        """Return the seconds per step in which the devices of a team reduce gradients among themselves.
 
-        Gradients of the parameters ``elsewhere`` are reduced with the replicas' ones, except along the tensor axis.
+        ``parameter_ids``: the parameters of the stage. ``elsewhere``: parameters whose gradients are reduced together
+        with those of the replicas, so that only their reduction over the tensor axis counts here.
         """
         held = set(parameter_ids)
         sizes: Counter[Axes] = Counter()
@@ -140,8 +159,8 @@ class TeamCosts:
         """Return the seconds of a collective over axes and their interval, on the slowest nodes."""
         if math.prod(map(self.sharding.size, axes)) == 1:
             raise MeasurementError(
-                f"Graph {graph_name!r} is the local graph of one rank of the {axes[0]} axis; expected a whole graph. "
-                "Use `CostModel.for_teams` for the costs of its sharding."
+                f"Graph {graph_name!r} is the local graph of one rank of the {axes[0]} axis, but this cost model has "
+                "costs for whole graphs. Use `CostModel.for_teams` with the graph's sharding."
             )
         key = (kind, axes, num_bytes)
         if key not in self._kept:
@@ -163,16 +182,19 @@ class TeamCosts:
 
 
 def spread_teams(teams: Sequence[int], sharding: Sharding, axes: Axes) -> list[Group]:
-    """Return the groups of devices in which teams communicate: of all teams, places that differ only in ``axes``."""
+    """Return the groups of devices in which teams communicate.
+
+    A group has, of each team, the devices whose positions differ only in ``axes``.
+    """
     return [
         tuple(team * sharding.width + place for team in teams for place in places) for places in _places(sharding, axes)
     ]
 
 
 def axis_groups(cluster: Cluster, sharding: Sharding, axes: Axes) -> list[list[Group]]:
-    """Return the groups over axes that communicate at once, for each kind of node of their first one.
+    """Return lists of groups over ``axes`` that communicate at the same time, one list for each kind of nodes.
 
-    The first group of each list is the one to estimate.
+    The time of the first group of a list is that of the list; the others share its nodes.
     """
     columns, width = cluster.columns(), sharding.width
     places = np.array(_places(sharding, axes))

@@ -1,12 +1,12 @@
-"""The work of an op of a graph: by its key (`cost.work`), with the facts that only a graph has.
+"""The work of an op of a graph: the work of its key (`cost.work`), corrected with facts that only the graph contains.
 
-    FLOPs       as capture counted them
-    views       whether an output owns its memory: the same reshape is a view in one place and a copy in another
-    backward    only in training, and only if an output needs a gradient
+    FLOPs       as counted by capture
+    views       an op is a view if its output does not own its memory; a reshape may be a view or a copy
+    backward    counted in training, if an output needs a gradient
     accumulate  3 × bytes of the parameters: read the old and the new gradient, write the sum
 
-An operator missing in the table reads its distinct inputs and writes its outputs; its backward reads what autograd kept
-and the gradients of the outputs, and writes those of the inputs.
+For an operator that ``operators.toml`` lacks, the forward reads the distinct inputs and writes the outputs. The
+backward reads the saved values and the gradients of the outputs, and writes the gradients of the inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """The work of the passes of one op: forward, backward, and gradient accumulation."""
+    """The work (FLOPs, bytes and kernels) of one op in its forward, its backward, and gradient accumulation."""
 
     forward: Amount
     backward: Amount
@@ -31,7 +31,7 @@ class Passes:
 
 
 def operator_name(op: Op) -> str:
-    """Return the operator's name: ``relu_`` for ``aten.relu_.default``."""
+    """Return the name of an op's operator: ``relu_`` for ``aten.relu_.default``."""
     return name_in(op.kind)
 
 
@@ -42,16 +42,16 @@ def family_of(op: Op) -> str:
 
 
 def is_view(graph: Graph, op: Op) -> bool:
-    """Return whether the op only views memory that another tensor owns (or makes nothing at all)."""
+    """Return whether all outputs of the op are views of other tensors' memory (or the op has no output)."""
     if op.is_in_place or op.flops.fixed or op.flops.per_sample:
         return False
     return all(graph.tensors[i].storage != i for i in op.outputs)
 
 
 def passes_of(graph: Graph, op: Op, batch_size: int, dtype: str, key: str = "") -> Passes:
-    """Return the work of an op at a batch size, with floating values of ``dtype``.
+    """Return the work of an op at a batch size, with floating-point values of ``dtype``.
 
-    ``key`` is its `key_in`, if known.
+    ``key``: the op's `key_in`, if already computed.
     """
     known = read_work(key or key_in(dtype, graph, op, batch_size))
     count = _Count(graph, op, batch_size, dtype)

@@ -1,4 +1,4 @@
-"""The costs of a cluster without some of its devices: those that a plan leaves out, or that were lost."""
+"""The cost model of a cluster without some of its devices, such as unused or lost devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from meshwright.cost.cost_model import CostModel
 
 
 def without_devices(cost: CostModel, ranks: Collection[int]) -> CostModel:
-    """Return the cost model of the other devices of its cluster, renumbered from 0; nodes stay, even empty ones."""
+    """Return the cost model of a cluster without the devices ``ranks``; the other devices are renumbered from 0.
+
+    Nodes without devices stay in the cluster.
+    """
     left_out = tuple(sorted(ranks))
     return cost._keep(("without", left_out), lambda: _without(cost, left_out)) if left_out else cost
 

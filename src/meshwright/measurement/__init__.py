@@ -1,4 +1,4 @@
-"""Times ops, optimizer steps, transfers and batches of whole models on this machine, into one measurement table."""
+"""Measure ops, optimizer steps, transfers and batches of whole models on this machine, for one measurement table."""
 
 from meshwright.measurement.clocks import CudaClock, DeviceClock, Sample
 from meshwright.measurement.copy_timing import measure_transfers

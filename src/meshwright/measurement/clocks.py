@@ -1,15 +1,15 @@
 """Clocks: times on a device to which the host issues work (`CudaClock`), and host times op by op (`SegmentRunner`).
 
-`CudaClock` returns the device's time, and separately the host's time:
+`CudaClock` measures the time of the device, and separately that of the host:
 
-    time     calls are captured in a CUDA graph, so that the host does not count, and the graph is replayed between
-             two events: seconds of a call; calls that cannot be captured (they read a value of the device, or make
-             outputs of a size that their values determine) run between two events after a kernel that only waits, so
-             that they are issued by the time the device reaches them
-    step     the same with events alone, and the seconds in which the host issues the call
+    time     seconds of a call on the device: calls are captured in a CUDA graph, which excludes the host's time, and
+             the graph is replayed between two events. Some calls cannot be captured: they read a value of the device,
+             or the sizes of their outputs depend on values. They run between two events after a kernel that only
+             waits, so that they have been issued before the device starts them
+    step     the same with events only, and the seconds in which the host issues the call
 
-Everything runs on one stream other than the default one, preparation too: autograd runs a backward where its forward
-ran, and a graph captures one stream.
+Everything, also preparation, runs on one stream other than the default stream, because autograd runs a backward on the
+stream of its forward, and a graph captures one stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TRIVIAL_NODES = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOverhead:
-    """Nanoseconds that timing adds to one op's forward and to one autograd node."""
+    """Nanoseconds that the measurement itself adds to one op's forward, and to one autograd node of a backward."""
 
     forward_ns: float
     backward_ns: float
@@ -48,7 +48,7 @@ class ClockOverhead:
 # views with and without hooks.
 @cache
 def clock_overhead() -> ClockOverhead:
-    """Measure what the clock costs, on trivial ops; once per process."""
+    """Return the overhead of reading the clock, measured on trivial ops, once per process."""
     samples = []
     for _ in range(200):
         start = time.perf_counter_ns()
@@ -81,7 +81,7 @@ def _trivial_backward(*, hooked: bool) -> int:
 
 
 def stamp_hook(index: int, stamps: list[int], order: list[int]) -> Callable[..., None]:
-    """Return a hook for an autograd node that records when the node ended, and which it was."""
+    """Return a hook for an autograd node, which appends the time (ns) to ``stamps`` and ``index`` to ``order``."""
 
     def hook(*_: Any) -> None:
         stamps.append(time.perf_counter_ns())
@@ -106,9 +106,9 @@ class _Step:
 # A parameter's AccumulateGrad belongs to the op that uses it first. The cost of the clock itself is measured
 # (`clock_overhead`) and subtracted.
 class SegmentRunner:
-    """Runs one segment, as a whole or op by op.
+    """A runner that times a segment (part of a model), as a whole or op by op.
 
-    ``names``: the timed ops; element i of every result belongs to ``names[i]``.
+    ``names``: the timed ops; element i of every array of results belongs to ``names[i]``.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -120,12 +120,12 @@ class SegmentRunner:
         self._hooks: list[tuple[Any, int]] = []
 
     def clear_gradients(self) -> None:
-        """Clear all gradients, as an optimizer step does."""
+        """Set all gradients of parameters and inputs to None, as after an optimizer step."""
         for tensor in (*self._segment.module.parameters(), *self._segment.feeds):
             tensor.grad = None
 
     def forward(self) -> float:
-        """Run the forward as a whole; return seconds."""
+        """Run the forward as a whole and return its seconds."""
         with torch.set_grad_enabled(self._segment.training):
             start = time.perf_counter_ns()
             results = self._segment.module(*self._segment.feeds)
@@ -134,7 +134,7 @@ class SegmentRunner:
         return seconds
 
     def backward(self) -> float:
-        """Run the backward of the last forward as a whole; return seconds (0 without one)."""
+        """Run the backward of the last forward as a whole and return its seconds; 0 if it has no backward."""
         results, self._results = self._results, []
         if not results:
             return 0.0
@@ -143,7 +143,10 @@ class SegmentRunner:
         return (time.perf_counter_ns() - start) / 1e9
 
     def timed_forward(self) -> NDArray[np.float64]:
-        """Run the forward op by op; return seconds per op. The following backward must be `timed_backward`."""
+        """Run the forward op by op and return the seconds of each op, shape (ops,).
+
+        The next backward must be `timed_backward`.
+        """
         overhead_ns = clock_overhead().forward_ns
         elapsed = np.zeros(len(self.names))
         env: dict[fx.Node, Any] = {}
@@ -166,9 +169,11 @@ class SegmentRunner:
         return elapsed
 
     def timed_backward(self, *, after_start: bool = False) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Run the backward with a clock at every autograd node; return seconds per op, and those of AccumulateGrad.
+        """Run the backward and return its seconds for each op, and those of accumulating gradients, shape (ops,) each.
 
-        ``after_start``: count from the start of the first node, which on a device is in another thread.
+        The clock is read at every autograd node; the latter seconds (AccumulateGrad) are part of the former.
+        ``after_start``: count from the start of the first node, not from the call of the backward; on a GPU, nodes run
+        in another thread.
         """
         total, accumulate = np.zeros(len(self.names)), np.zeros(len(self.names))
         hooks, self._hooks = self._hooks, []
@@ -287,9 +292,10 @@ _EMPTY = "CUDA Graph is empty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Median seconds of a call on the device, (p90 - p10) / median, and the number of timed calls.
+    """The measured time of a call on a device.
 
-    ``issue_s``: the host's time to issue one, 0 if not measured.
+    ``seconds``: median, 0 if the call starts no kernel. ``spread``: (p90 - p10) / median. ``num_samples``: number of
+    timed calls. ``issue_s``: seconds in which the host issues one call, 0 if not measured.
     """
 
     seconds: float
@@ -299,32 +305,32 @@ class Sample:
 
 
 class DeviceClock(Protocol):
-    """Times calls on one device. ``cache_bytes`` is the size of its last-level cache."""
+    """A clock for calls on one device; ``cache_bytes``: size of the device's last-level cache."""
 
     device: torch.device
     cache_bytes: int
 
     def side(self) -> AbstractContextManager[Any]:
-        """Issue calls in the block to the stream that is timed."""
+        """Return a context in which calls are issued to the timed stream."""
 
     def time(self, calls: Sequence[Call]) -> Sample:
-        """Return the seconds of a call, from several calls of the same work on memory of their own, in turns."""
+        """Return the device's seconds of one call; ``calls``: the same work on different memory, run in turns."""
 
     def step(self, call: Call) -> Sample:
-        """Return the seconds of a long call, and those of issuing it."""
+        """Return the device's seconds of a long call, and the host's seconds to issue it."""
 
     def loop(self, call: Call, count: int) -> float:
-        """Return the seconds of the host per call, over ``count`` calls, without a wait between them."""
+        """Return the host's seconds per call, over ``count`` calls without waiting for the device between them."""
 
     def finish(self) -> None:
-        """Wait until the device is done."""
+        """Wait until the device has finished all issued work."""
 
     def release(self) -> None:
-        """Release unused memory."""
+        """Return unused memory of the allocator to the device."""
 
 
 class CudaClock:
-    """The clock of a CUDA device."""
+    """A clock for calls on a CUDA device; ``repeats``: number of timed repetitions."""
 
     def __init__(self, device: torch.device, repeats: int = 10) -> None:
         self.device = device
@@ -333,13 +339,16 @@ class CudaClock:
         self._stream: Any = torch.cuda.Stream(device)
 
     def side(self) -> AbstractContextManager[Any]:
-        """Issue calls in the block to the stream that is timed."""
+        """Return a context in which calls are issued to the timed stream."""
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
     def time(self, calls: Sequence[Call]) -> Sample:
-        """Return the seconds of a call by replays of a graph, or by events if it cannot be captured."""
+        """Return the device's seconds of one call, by replays of a CUDA graph, or by events if it cannot be captured.
+
+        ``calls``: the same work on different memory, run in turns.
+        """
         with self.side():
             for call in calls:
                 call()
@@ -361,7 +370,7 @@ class CudaClock:
             return _summarise(samples, count)
 
     def step(self, call: Call) -> Sample:
-        """Return the seconds of a long call by events, and those of issuing it."""
+        """Return the device's seconds of a long call, by events, and the host's seconds to issue it."""
         with self.side():
             call()
             samples, issued = self._behind(call)
@@ -374,7 +383,7 @@ class CudaClock:
             )
 
     def loop(self, call: Call, count: int) -> float:
-        """Return the seconds of the host per call, over ``count`` calls, without a wait between them."""
+        """Return the host's seconds per call, over ``count`` calls without waiting for the device between them."""
         begun = time.perf_counter()
         for _ in range(count):
             call()
@@ -383,11 +392,11 @@ class CudaClock:
         return seconds
 
     def finish(self) -> None:
-        """Wait until the device is done."""
+        """Wait until the device has finished all issued work."""
         torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Release unused memory."""
+        """Return unused memory of torch's allocator to the device."""
         torch.cuda.empty_cache()
 
     def _captured(self, call: Call) -> Any:

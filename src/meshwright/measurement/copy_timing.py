@@ -1,7 +1,7 @@
-"""Time messages and sums between the ranks of a process group, and the processor time that they cost.
+"""Measure sends and all-reduces between the ranks of a process group: seconds, and CPU seconds of the process.
 
     send         half a round trip between ranks 0 and 1
-    all-reduce   among the first k ranks, for each k, all starting together
+    all-reduce   among the first k ranks, for each k; all ranks start together
 
 Small messages are timed in batches, so that the barrier before them does not count.
 """
@@ -32,7 +32,10 @@ def measure_transfers(
     repeats: int = 10,
     events: EventSink | None = None,
 ) -> tuple[TransferMeasurement, ...]:
-    """Time sends and all-reduces in the default process group; every rank calls this and gets its own times."""
+    """Measure sends and all-reduces in the default process group, for each of the ``sizes`` (bytes).
+
+    Every rank must call this function, which returns the rank's own times. ``events`` receives the progress.
+    """
     sink = events or NullSink()
     world_size, rank = dist.get_world_size(), dist.get_rank()
     groups = {count: dist.new_group(list(range(count))) for count in range(2, world_size + 1)}
@@ -52,7 +55,7 @@ def measure_transfers(
 
 
 def round_trip(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """One message from rank 0 to rank 1 and back; both call it."""
+    """Send a message from rank 0 to rank 1 and back; both ranks must call this function."""
     if dist.get_rank() == 0:
         dist.send(buffer, 1, group=group)
         dist.recv(buffer, 1, group=group)
@@ -88,7 +91,11 @@ def _time(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median seconds of a message, (p90 - p10) / median of them, processor seconds, and the number of messages."""
+    """The measured time of a message.
+
+    ``seconds``: median. ``spread``: (p90 - p10) / median. ``host_s``: median CPU seconds of this process.
+    ``num_samples``: number of timed actions.
+    """
 
     seconds: float
     spread: float
@@ -105,9 +112,10 @@ def time_messages(
     meet: Callable[[], object],
     finish: Callable[[], object] = lambda: None,
 ) -> Timing:
-    """Time an action of ``messages`` messages, in batches, so that the barrier before small ones does not count.
+    """Return the time per message of an action that consists of ``messages`` messages.
 
-    ``meet`` makes all ranks start together; ``finish`` waits until a device has finished its work.
+    The action is repeated ``batch`` times between two readings of the clock, and this is repeated ``repeats`` times
+    (after one repetition that is not counted). ``meet``: a barrier before each batch. ``finish``: wait for the device.
     """
     samples = []
     for repeat in range(repeats + 1):

@@ -1,10 +1,10 @@
-"""A table of a device without a model: single operators on tensors of many sizes, each alone and without the host.
+"""Measure a device without a model: single operators on tensors of many sizes, without the host's time.
 
-Sizes are those of language and image models: rows of 768 to 11,008 elements, vocabularies, heads of attention, images
-of a ResNet, cells of a recurrent network. Types: bfloat16 and float16 (in which ``amp``, ``mixed`` and ``amp-float16``
-compute), float32, and for ``mixed`` also gradients of two bytes that are converted or added to gradients of four. An
-operator is called repeatedly on the same inputs; operators that exceed the device's memory, or that its libraries do
-not have, are left out.
+The sizes are those of language and image models: rows of 768 to 11,008 elements, vocabularies, attention heads, images
+of a ResNet, cells of a recurrent network. The types are bfloat16 and float16 (in which the precisions ``amp``,
+``mixed`` and ``amp-float16`` compute) and float32; for ``mixed``, also 2-byte gradients that are converted or added to
+4-byte gradients. An operator is called repeatedly on the same inputs. Operators that exceed the device's memory, or
+that the libraries do not support, are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ BUDGET_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSizes:
-    """Sizes of the tensors on which the operators are timed; the defaults are those of the shipped table."""
+    """The sizes of the tensors on which `measure_device_table` times operators.
+
+    The defaults are those of the shipped table. ``rows``, ``widths``: matrices. ``scores``: attention scores (heads
+    times samples, tokens), with heads of ``depths`` elements. ``tokens``, ``vocabularies``: losses and embeddings.
+    ``images``: (samples, channels, height and width). ``products``: (output, input) elements of a linear layer.
+    """
 
     rows: tuple[int, ...] = (2048, 8192, 32768)
     widths: tuple[int, ...] = (768, 2048, 4096, 11008)
@@ -86,9 +91,11 @@ def measure_device_table(
     budget_s: float = BUDGET_S,
     events: EventSink | None = None,
 ) -> dict[str, str]:
-    """Time all operators and pass on each row (columns of `device_row`, seconds, spread, number); return omissions.
+    """Measure all operators, pass each row to ``write``, and return the reasons for those left out, by operator.
 
-    ``kept`` says whether a row, given without seconds, is already known. After ``budget_s`` no further operator starts.
+    A row has the columns of `device_row` and ``seconds``, ``spread`` and ``num_samples``. ``kept``: a function of a row
+    without seconds, which returns whether the row was measured before and is skipped. After ``budget_s`` seconds no
+    further operator starts. ``events`` receives the progress.
     """
     sink, begun, left_out = events or NullSink(), time.monotonic(), {}
     cases = list(_cases(sizes or TableSizes(), dtypes, clock.device))
@@ -134,12 +141,12 @@ class _Maker:
         return torch.randn(shape, dtype=dtype or self.dtype, device=self.device)
 
     def index(self, bound: int, *shape: int) -> torch.Tensor:
-        """Integers below a bound."""
+        """Return random integers from 0 to ``bound`` - 1."""
         return torch.randint(bound, shape, device=self.device)
 
     @property
     def other(self) -> torch.dtype:
-        """The type to which values are converted."""
+        """The type to which conversions are measured: float32 for 2-byte types, else bfloat16."""
         return torch.float32 if self.dtype.itemsize == 2 else torch.bfloat16
 
 

@@ -1,13 +1,14 @@
-"""Times on a device: each distinct op alone, optimizer steps by tensor size, and the host's issuing of a model's ops.
+"""Measure a device: each distinct op alone, optimizer steps by tensor size, and the host's time to issue a model's ops.
 
-`measure_device_ops` times ops forward and backward, each with tensors of its own:
+`measure_device_ops` times the forward and the backward of each op, on tensors of its own:
 
-    forward      on inputs that are read again and again, as if the op before had just written them
+    forward      on inputs that are read repeatedly, as if the previous op had just written them to the cache
     backward     one call of autograd for all needed gradients; saved tensors are read in turns from several copies
-                 that exceed the device's cache, since a model reads them long after its forward
-    accumulate   each gradient of a parameter added to an existing one
+                 that exceed the device's cache, because a model reads them long after its forward
+    accumulate   each gradient of a parameter is added to an existing gradient
 
-No op needs the rest of the model, so that a model of any size is timed on one device. Rows are written as they come.
+Each op runs without the rest of the model, so the ops of a model of any size are measured on one device. Each row is
+written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ def measure_device_optimizers(
     sizes: Sequence[int] = SIZES,
     events: EventSink | None = None,
 ) -> tuple[OptimizerMeasurement, ...]:
-    """Time steps over parameters of each of the types ``states``, and copies of gradients of the types ``gradients``.
+    """Return the times of optimizer steps and of copying gradients into a bucket, one row per tensor size and kind.
 
-    Rows are by the size of the tensors.
+    ``states``: data types of the parameters and states of the steps. ``gradients``: data types of the copied gradients.
+    ``sizes``: elements of a tensor. ``events`` receives the progress.
     """
     sink, rows = events or NullSink(), []
     for done, size in enumerate(sizes):
@@ -120,14 +122,16 @@ def measure_issue(
     surrounding: Callable[[], AbstractContextManager[Any]],
     events: EventSink | None = None,
 ) -> dict[str, tuple[float, float]]:
-    """Return median seconds in which the host issues forward and backward by key, the mean over an op's occurrences.
+    """Return the median seconds in which the host issues an op's forward and backward, by the op's key.
+
+    If an op occurs several times in the segments, its seconds are the mean over the occurrences.
 
     Args:
-        segments: functions that create pieces on the clock's device; each is dropped before the next is created.
-        clock: the device to wait for.
-        repeats: passes that are counted.
-        surrounding: the context of a forward (torch's autocast, or none).
-        events: receives progress.
+        segments: Functions that create the segments (parts of a model) on the clock's device, one after the other.
+        clock: The clock of the device.
+        repeats: Number of passes that are counted.
+        surrounding: A function that returns the context of a forward, such as torch's autocast.
+        events: Receives the progress.
     """
     sink, found = events or NullSink(), defaultdict(list)
     for done, make in enumerate(segments):
@@ -145,7 +149,7 @@ def measure_issue(
 
 
 def measure_call(clock: DeviceClock) -> float:
-    """Return the seconds in which the host issues an addition of two small tensors, in a loop."""
+    """Return the seconds in which the host issues one addition of two small tensors, averaged over a loop."""
     value = torch.zeros(8, 8, device=clock.device)
     for _ in range(_CALLS // 10):
         value + value
@@ -173,7 +177,10 @@ _MOST_COPIES, _CACHES = 8, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """A tensor to create: ``bound`` is above all its values if it holds integers."""
+    """The form of an input tensor to create.
+
+    ``strides``: None for a contiguous tensor; 0 for an expanded dim. ``bound``: integer values are below this number.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
@@ -182,7 +189,7 @@ class InputSpec:
     bound: int = 2
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """Return random values of this form on a device."""
+        """Return a tensor of this form with random values on a device."""
         dtype = getattr(torch, self.dtype)
         strides = self.strides or _contiguous(self.shape)
         # Expanded dims have one element in memory.
@@ -195,10 +202,11 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOp:
-    """An op to time: ``module(*feeds)`` returns its outputs. ``key``: its row in the table.
+    """An op to time: ``module``, called with tensors of the forms ``feeds``, returns its outputs.
 
-    ``state``: the dtypes of the module's parameters and buffers, by name. ``differentiable``: which outputs get a
-    gradient. ``is_view``: the forward starts no kernel. ``is_in_place``: it writes into its first input.
+    ``key``: the op's key in the measurement table. ``state``: dtypes of the module's parameters and buffers, by name.
+    ``differentiable``: for each output, whether it gets a gradient. ``is_view``: whether the forward starts no kernel.
+    ``is_in_place``: whether the op writes into its first input.
     """
 
     key: str
@@ -218,10 +226,10 @@ def measure_device_ops(
     issued: Mapping[str, tuple[float, float]] | None = None,
     events: EventSink | None = None,
 ) -> dict[str, str]:
-    """Time ops one after the other and pass each row to ``write``; return the reasons for omitted ops, by key.
+    """Measure ops one after the other, pass each row to ``write``, and return the reasons for ops left out, by key.
 
-    ``issued``: known seconds of the host for forward and backward, by key.
-    Raises MeasurementError if an op leaves the device unusable.
+    ``issued``: measured seconds in which the host issues forward and backward, by key (`measure_issue`). Raises
+    MeasurementError if an op leaves the device unusable.
     """
     sink, chosen = events or NullSink(), list(ops)
     left_out = {}
@@ -254,11 +262,11 @@ def measure_device_ops(
 
 
 def refuse_fatal(error: Exception, what: str, clock: DeviceClock) -> None:
-    """Raise MeasurementError for an error after which the device is unusable."""
+    """Raise MeasurementError if after ``error`` the device is unusable; ``what``: name of the op, for the message."""
     if is_fatal(error):
         raise MeasurementError(
-            f"{what} left {clock.device} unusable ({str(error).strip().partition(chr(10))[0][:200]}). Times measured "
-            "before are in the table; report it, and measure again on a machine where it runs."
+            f"{what} left {clock.device} unusable ({str(error).strip().partition(chr(10))[0][:200]}). The times "
+            "measured before are in the table. Report this error, and measure again on a machine where the op runs."
         ) from error
 
 
@@ -305,11 +313,11 @@ class _Copy:
         self._feeds = self._enter()
 
     def forward(self) -> Any:
-        """Run the op; its result is dropped."""
+        """Run the op and return its outputs."""
         return self.module(*self._feeds)
 
     def keep(self) -> None:
-        """Run the op and keep the tensors for its backward."""
+        """Run the op and keep its outputs for `backward`."""
         self._feeds = self._enter()
         outputs = self.module(*self._feeds)
         chosen = zip(outputs, self._differentiable, strict=True)
@@ -317,7 +325,7 @@ class _Copy:
         self._seeds = [torch.ones_like(value) for value in self._outputs]
 
     def backward(self) -> Any:
-        """Run the backward of the kept tensors, which stay."""
+        """Run the backward of the kept outputs, which can be repeated."""
         return torch.autograd.grad(self._outputs, self.wanted, self._seeds, retain_graph=True, allow_unused=True)
 
     def _enter(self) -> list[torch.Tensor]:
@@ -339,7 +347,10 @@ class _Entry(torch.autograd.Function):
 
 
 def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> DeviceOp:
-    """Return the op that converts ``elements`` from one type to another, or (``adds``) adds them to existing values."""
+    """Return an op that converts a tensor of ``elements`` from the type ``read`` to the type ``written``.
+
+    With ``adds``, the op adds the tensor to an existing tensor of the same type instead.
+    """
     graph = fx.Graph()
     value = graph.placeholder("value")
     source = InputSpec(shape=(elements,), strides=None, dtype=read)
@@ -355,7 +366,10 @@ def make_move(elements: int, read: str, written: str, *, adds: bool = False) -> 
 
 
 def materialised(module: fx.GraphModule, state: Mapping[str, str], device: torch.device) -> fx.GraphModule:
-    """Return the same module with small random parameters and buffers of ones on a device, of the given dtypes."""
+    """Return a copy of a module on a device, with small random parameters and buffers of ones.
+
+    ``state``: dtypes of parameters and buffers by name; others keep theirs.
+    """
     made = fx.GraphModule(module, module.graph)
     for name, held in (*module.named_parameters(), *module.named_buffers()):
         dtype = getattr(torch, state.get(name, str(held.dtype).removeprefix("torch.")))

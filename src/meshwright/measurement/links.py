@@ -1,15 +1,17 @@
-"""Time every collective between the available ranks, by bytes and by the place of its group (`measure_links`).
+"""Measure every collective between the available ranks, by bytes and by the groups of ranks (`measure_links`).
 
-    places, of N ranks      the first r ranks alone;  all N / r groups of neighbours at once;  all N / r groups at
-    for every r that        stride N / r at once (the two dimensions of a mesh in a cluster)
-    divides N
+For every r that divides the number N of ranks, these groups of r ranks are measured (`RankGroups`):
 
-    send     half a round trip, ranks 0 and 1; all other ops within every group of a place, all groups together
+    alone        the first r ranks
+    neighbours   all N / r groups of neighbouring ranks, at once
+    strided      all N / r groups of ranks with stride N / r, at once (the other dimension of a mesh)
 
-The remaining seconds are divided evenly among the remaining cells (op, place, size). A cell is repeated as often as its
-share allows; a size whose fewest repetitions take several times that share ends its series. Ranks agree on both, so
-that none waits alone. With GPUs the groups use NCCL, else gloo, where short collectives are timed between computations
-(`time_among`).
+A send is half a round trip between ranks 0 and 1. All other ops run within every group, in all groups at once.
+
+The remaining seconds of the budget are divided evenly among the remaining cells (op, groups, size). A cell is repeated
+as often as its seconds allow. If the fewest repetitions of a size take several times these seconds, larger sizes of the
+series are left out. All ranks use the same numbers of repetitions. With GPUs the groups use NCCL. Else they use gloo,
+and short collectives are timed between computations (`time_among`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ _COUNT = 5
 
 
 class Computation:
-    """Products that take a processor about 5 ms; all ranks, which create one together, use the same number."""
+    """A computation of about 5 ms on a CPU: matrix products, in the same number on all ranks.
+
+    All ranks must create an instance at the same time, because they determine the number together.
+    """
 
     def __init__(self) -> None:
         self._factor = torch.full((_ROWS, _ROWS), 1 / _ROWS)
@@ -56,13 +61,13 @@ class Computation:
         self._num_products = max(round(self._num_products * _COMPUTE_S / float(slowest)), 1)
 
     def __call__(self) -> None:
-        """Compute once."""
+        """Run the computation once."""
         for _ in range(self._num_products):
             torch.mm(self._factor, self._factor)
 
 
 def sample_seconds(once_s: float) -> float:
-    """Return the approximate time of one sample of `time_among`, for a collective that takes ``once_s``."""
+    """Return the approximate seconds of one sample of `time_among`, for a collective that takes ``once_s`` seconds."""
     return _COUNT * (2 * _COMPUTE_S + once_s)
 
 
@@ -73,9 +78,10 @@ def sample_seconds(once_s: float) -> float:
 #
 #     (seconds of k times a computation and the collective - seconds of k times the computation) / k
 def time_among(action: Callable[[], object], computation: Computation, repeats: int) -> Timing:
-    """Time a collective between computations: the mean of samples without the smallest and the largest.
+    """Return the time that a collective adds to computations around it.
 
-    All ranks of the world call it together; those that take no part in the collective pass an empty action.
+    It is the mean of samples without the smallest and the largest one. All ranks must call this function together;
+    ranks outside the collective's group pass an empty ``action``.
     """
     samples = np.array([_sample(action, computation) for _ in range(repeats + 1)][1:])
     seconds, host_s = np.sort(samples, axis=0).T
@@ -123,19 +129,22 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups:
-    """Groups that run at once: ``groups[i]`` are the ranks of group i, ``stride`` apart."""
+    """Groups of ranks that run the same collective at once.
+
+    ``groups[i]``: the ranks of group i, which are ``stride`` apart.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     stride: int
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of each group."""
+        """Number of ranks of each group."""
         return len(self.groups[0])
 
 
 def list_places(num_ranks: int) -> list[RankGroups]:
-    """Return every place of groups among ``num_ranks`` ranks, at least two, each once."""
+    """Return all `RankGroups` that are measured among ``num_ranks`` ranks (see the module)."""
     places = []
     for size in (size for size in range(2, num_ranks + 1) if num_ranks % size == 0):
         count = num_ranks // size
@@ -155,9 +164,10 @@ def measure_links(
     timeout_s: float = 300.0,
     events: EventSink | None = None,
 ) -> Records:
-    """Return rows of every collective among ``num_ranks`` new processes of this machine, one GPU each if enough exist.
+    """Return measurement rows of every collective among ``num_ranks`` new processes on this machine.
 
-    Raises MeasurementError if a process fails or ``timeout_s`` passes.
+    Each process uses one GPU if the machine has enough of them, else a CPU core. ``sizes``: bytes of the full tensor.
+    ``budget_s``: seconds for all collectives. Raises MeasurementError if a process fails or ``timeout_s`` passes.
     """
     device: Device = "cuda" if torch.cuda.device_count() >= num_ranks else "cpu"
     parts = run_ranks(
@@ -169,9 +179,9 @@ def measure_links(
 def measure_links_here(
     *, sizes: Sequence[int] = LINK_SIZES, budget_s: float = BUDGET_S, events: EventSink | None = None
 ) -> Records | None:
-    """Measure links as `measure_links`, in this process as a rank of torchrun, on one machine or several.
+    """Return measurement rows as `measure_links`, with this process as one rank of torchrun, on one or more machines.
 
-    Returns None except on rank 0.
+    Only rank 0 returns the rows; the other ranks return None.
     """
     local_size, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     device: Device = "cuda" if torch.cuda.device_count() >= local_size else "cpu"

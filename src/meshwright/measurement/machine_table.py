@@ -1,8 +1,8 @@
-"""Measure a machine as its ranks will use it (`measure_machine`), and one device (`measure_rates`); facts of torch.
+"""Measure a machine with the number of ranks that will use it (`measure_machine`), or one device (`measure_rates`).
 
-All processes do the same work at once, sharing the memory. All results go into one table (`Measurements`): ops of the
-given model at the given batch sizes, optimizer steps, sends and all-reduces. Figures of several ranks are averaged.
-`probe` prints facts of torch on this machine.
+All processes do the same work at once, so they share the memory's bandwidth as in a real run. The result is one table
+(`Measurements`): ops of a model at given batch sizes, optimizer steps, sends and all-reduces. Figures are averaged over
+ranks. `probe` prints the properties of torch on this machine.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def measure_rates(
     timeout_s: float = 300.0,
     events: EventSink | None = None,
 ) -> Rates:
-    """Time one device of this machine: ``cpu`` in ``num_ranks`` processes at once, or ``cuda:0`` in one.
+    """Return the measured peak FLOP/s by dtype, memory bandwidth and link of one device of this machine.
 
+    ``device``: "cpu", measured in ``num_ranks`` processes at once, or for example "cuda:0", measured in one process.
     Raises MeasurementError if a process fails or ``timeout_s`` passes.
     """
     num_ranks = num_ranks if device == "cpu" else 1
@@ -129,7 +130,7 @@ def _median_seconds(action: Callable[[], object], device: str, repeats: int) -> 
 
 
 def finish(device: str | torch.device) -> None:
-    """Wait until a device has finished the issued work; on processors it has."""
+    """Wait until a CUDA device has finished the issued work; return at once for a CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -143,7 +144,10 @@ _MEETING_TIMEOUT = timedelta(seconds=10)
 # adds 1 and 2. Lines: ``{"build": ...}``, ``{"pair": ADDRESS, "error": ...}``, ``{"device": ...}``. `meshwright.host`
 # reads them; it loads no torch and survives any failure here.
 def probe(rank: int, meetings: list[str]) -> None:
-    """Print the build, meet at every address, print the devices."""
+    """Print JSON lines with torch's build, with the result of a connection at every address, and with the devices.
+
+    Two processes, with ``rank`` 0 and 1, must call this function; rank 0 prints. ``meetings``: texts "ADDRESS:PORT".
+    """
     if rank == 0:
         _print({"build": _describe_build()})
     if dist.is_available() and dist.is_gloo_available():
@@ -242,16 +246,16 @@ def measure_machine(
     timeout_s: float = 1800.0,
     events: EventSink | None = None,
 ) -> Measurements:
-    """Measure this machine with ``num_ranks`` processes at once, each with one thread on a core of its own.
+    """Return a table measured on this machine by ``num_ranks`` processes at once, each with one thread and core.
 
-    ``source(batch_size)`` makes the model in every process, so it must be picklable (a function of a module, or a
-    functools.partial of one); None measures no ops. Each batch size gets up to ``repeats`` repetitions, fewer if they
-    would take longer than ``budget_s``. ``device`` is the device kind's name in cluster descriptions;
-    ``overhead_s`` is the runtime's time per instruction, which the runtime measures.
-    Raises MeasurementError if a process fails or ``timeout_s`` passes.
+    ``source``: a function of a batch size that returns the model; None to measure no ops. It is called in every
+    process, so it must be picklable (a function of a module, or a functools.partial of one). ``repeats``: repetitions
+    per batch size; fewer if they would take longer than ``budget_s`` seconds. ``device``: name of the device kind in
+    cluster descriptions. ``overhead_s``: seconds of the runtime per instruction, as measured by the runtime. Raises
+    MeasurementError for a model without batch sizes, and if a process fails or ``timeout_s`` passes.
     """
     if source is not None and not batch_sizes:
-        raise MeasurementError("A model was given, but no batch sizes; name the microbatch sizes to measure.")
+        raise MeasurementError("A model was given without batch sizes; give the microbatch sizes to measure.")
     request = _Request(
         source=source,
         batch_sizes=tuple(batch_sizes),

@@ -1,4 +1,4 @@
-"""Puts a new measurement table on top of an old one: new figures replace old ones of the same thing."""
+"""Merge a new measurement table into an old one: new rows replace old rows of the same measurement."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ _SEPARATOR = "; "
 
 
 def merge_measurements(old: Measurements, new: Measurements) -> Measurements:
-    """Merge two tables; ``new`` replaces rows that both have. Raises MeasurementError for different devices.
+    """Return a table with the rows of both; if both have the same row, that of ``new`` is used.
 
-    Whole models are timed separately: the conditions of either table for them are kept, and a table with only them
-    leaves the other conditions unchanged.
+    The result has the conditions (a text) of ``new``, and the conditions of batches of whole models from both tables.
+    If ``new`` contains only batches of whole models, the other conditions of ``old`` are kept. Raises MeasurementError
+    for tables of different devices.
     """
     if old.device != new.device:
         raise MeasurementError(
-            f"The tables are for devices {old.device!r} and {new.device!r}; one table holds one kind of device. "
-            "Keep them in two files."
+            f"The tables are for devices {old.device!r} and {new.device!r}, but one table contains one kind of device. "
+            "Keep the tables in two files."
         )
     return replace(
         new,

@@ -1,10 +1,10 @@
-"""Time a whole model on batches of each size: inference on one device, as a server runs it.
+"""Measure a whole model on batches of each size: inference on one device, as a server runs it.
 
-All sizes are warmed up, then visited in turns, one batch of each at a time, so that disturbances of the machine affect
-all of them alike. A sample is the time of a call, on a GPU until it is done. Rounds end when the number of repeats is
-reached or the budget is spent, after three at the earliest.
+All sizes are warmed up. Then each round runs one batch of each size, so that disturbances of the machine affect all
+sizes equally. A sample is the time of one call, on a GPU until the device has finished. Rounds end when the number of
+repeats is reached or the budget is spent, but not before three rounds.
 
-The function that makes a batch of a size is an argument; this package may not import `zoo`.
+The function that makes a batch is an argument, because this package may not import `zoo`.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ def measure_batches(
     repeats: int = 100,
     events: EventSink | None = None,
 ) -> tuple[BatchMeasurement, ...]:
-    """Time a model's inference on batches of each size, in ascending order.
+    """Return the times of a model's inference on batches of each size, in ascending order of the sizes.
 
-    The model is moved to the device and runs there in evaluation mode; afterwards its modules have their former modes.
-    On processors it runs with the threads that the caller has set. If a size does not fit in memory, it and all larger
-    ones are left out, and ``events`` gets a metric ``left_out_batch_size`` for each. (Linux may promise memory that it
-    does not have, and then ends the process.)
+    The model is moved to the device and runs in evaluation mode; afterwards its modules have their former modes. On
+    CPUs it uses the number of threads that the caller has set. If a size does not fit in memory, this size and all
+    larger ones are left out, and ``events`` receives a metric ``left_out_batch_size`` for each. (Linux may overcommit
+    host memory and then kill the process.)
 
     Args:
-        model: Takes any number of samples.
-        make_inputs: Batch size → arguments of forward, a tuple or a dict.
-        batch_sizes: In any order.
+        model: A model whose forward accepts any number of samples.
+        make_inputs: A function of a batch size that returns the arguments of the forward, as a tuple or a dict.
+        batch_sizes: Numbers of samples, in any order.
         name: The model's name in the table (`meshwright.spec.name_model`).
-        device: Torch's name of it.
+        device: A torch device, or its name.
         budget_s: Seconds after which no further round starts, not counting the warm-up.
-        repeats: Samples of each size, if the budget allows; fewer otherwise, but at least 3.
-        events: Receives progress.
+        repeats: Samples of each size; fewer if the budget is spent, but at least 3.
+        events: Receives the progress.
 
     Raises:
-        MeasurementError: For impossible sizes or fewer than 3 repetitions, if not even the smallest size fits in
-            memory, or for errors of the model.
+        MeasurementError: For sizes below 1 or fewer than 3 repetitions, if the smallest size does not fit in memory,
+            or for errors of the model.
     """
     _check(batch_sizes, repeats)
     sink, place = events or NullSink(), torch.device(device)
@@ -85,11 +85,11 @@ def measure_batches(
 def _check(batch_sizes: Sequence[int], repeats: int) -> None:
     if not batch_sizes or min(batch_sizes) < 1:
         raise MeasurementError(
-            f"Batches of {list(batch_sizes)} samples were given; expected sizes of at least 1. Give other sizes."
+            f"The batch sizes are {list(batch_sizes)}; expected sizes of at least 1 sample, and at least one size."
         )
     if repeats < _MIN_REPEATS:
         raise MeasurementError(
-            f"{repeats} repetitions were given; a typical time needs at least {_MIN_REPEATS}. Give more."
+            f"The number of repetitions is {repeats}; a typical time needs at least {_MIN_REPEATS}. Give more."
         )
 
 
@@ -113,12 +113,12 @@ def _warm_up(
             if not is_out_of_memory(error):
                 raise MeasurementError(
                     f"{name} raised {type(error).__name__} for a batch of {size}: {str(error).strip()[:500]}. Expected "
-                    "a model that takes any number of samples; correct it, or leave the size out."
+                    "a model that accepts any number of samples; correct the model, or leave this batch size out."
                 ) from error
             if not batches:
                 raise MeasurementError(
-                    f"{name} and a batch of {size} do not fit in the memory of {place}. Give smaller sizes, a smaller "
-                    "model or a larger device."
+                    f"{name} and a batch of {size} do not fit in the memory of {place}. Give smaller batch sizes, a "
+                    "smaller model or a device with more memory."
                 ) from error
             for left_out in sizes[position:]:
                 sink.metric("left_out_batch_size", left_out, position)

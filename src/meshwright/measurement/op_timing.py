@@ -1,9 +1,9 @@
-"""Time each distinct op of a captured model inside a training step: forward, backward and accumulation.
+"""Measure each distinct op of a captured model inside a training step: forward, backward and accumulation.
 
-Every repetition runs the model three times on one thread: as a whole (the check), op by op with fresh gradients, and op
-by op adding to existing gradients. Times are averaged over the middle half of the repetitions, ordered by their total,
-so that they add up to a typical pass and neither a hiccup nor a lucky run decides; ops of one key are averaged over all
-their occurrences in the model.
+Every repetition runs the model three times on one thread: as a whole (the check), op by op with new gradients, and op
+by op adding to existing gradients. The repetitions are ordered by their total time, and times are averaged over the
+middle half of them. So the times add up to a typical pass, without the slowest and the fastest ones. Ops with the same
+key are averaged over all their occurrences in the model.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ _MIN_REPEATS = 3
 
 
 class Company(Protocol):
-    """The other processes that measure at the same time."""
+    """The interface to the other processes that measure at the same time."""
 
     def wait(self) -> None:
-        """Return when all have arrived here, so that all repeat the same work together."""
+        """Wait until all processes have called this method, so that they start the next repetition together."""
 
     def agree(self, count: int) -> int:
         """Return the smallest of the counts that the processes pass."""
 
 
 class Alone:
-    """A single process."""
+    """The `Company` of a process that measures without other processes."""
 
     def wait(self) -> None:
-        """Do nothing: there is no other process."""
+        """Do nothing, because there is no other process."""
 
     def agree(self, count: int) -> int:
-        """Return the count as it is."""
+        """Return ``count``, because there is no other process."""
         return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRun:
-    """Times of all distinct ops, and the check: whole passes without hooks and the sums of their ops, in seconds."""
+    """The times of all distinct ops of a model, and a check of their sum, in seconds.
+
+    ``forward_s``, ``backward_s``: whole passes, timed without hooks. ``summed_forward_s``, ``summed_backward_s``: sums
+    over all ops.
+    """
 
     ops: tuple[OpMeasurement, ...]
     forward_s: float
@@ -56,7 +60,7 @@ class OpRun:
 
     @property
     def residual(self) -> float:
-        """(whole - sum of the ops) / whole, over forward and backward."""
+        """The share of a whole pass that its ops do not explain: (whole - sum of the ops) / whole."""
         whole = self.forward_s + self.backward_s
         return (whole - self.summed_forward_s - self.summed_backward_s) / whole
 
@@ -71,14 +75,17 @@ def measure_ops(
     company: Company | None = None,
     events: EventSink | None = None,
 ) -> OpRun:
-    """Time every distinct op of a model at a batch size, on the calling thread.
+    """Return the times of every distinct op of a model at a batch size, measured on the calling thread.
 
-    Fewer than ``repeats`` repetitions (but at least 3) are made if they would take longer than ``budget_s``. The caller
-    chooses threads and core. Raises MeasurementError if ``repeats`` is below 3 or the model needs more than
-    ``max_bytes``, GraphError for a batch size that the graph does not describe.
+    ``repeats``: repetitions; fewer (but at least 3) if they would take longer than ``budget_s`` seconds. ``company``:
+    other processes that measure at the same time. The caller sets the number of threads and the core. Raises
+    MeasurementError if ``repeats`` is below 3 or the ops need more than ``max_bytes``, GraphError for a batch size that
+    the graph does not support.
     """
     if repeats < _MIN_REPEATS:
-        raise MeasurementError(f"{repeats} repetitions were given; a typical time needs at least {_MIN_REPEATS}.")
+        raise MeasurementError(
+            f"The number of repetitions is {repeats}; a typical time needs at least {_MIN_REPEATS}. Give more."
+        )
     sink, others = events or NullSink(), company or Alone()
     segments = build_segments(source, batch_size, max_bytes=max_bytes)
     runners = [SegmentRunner(segment) for segment in segments]

@@ -1,7 +1,7 @@
-"""Time optimizer steps, and copies of gradients into a bucket, by the size of the tensors; classify errors of torch.
+"""Measure optimizer steps, and copies of gradients into a bucket, by the size of the tensors; classify torch's errors.
 
-Each update is torch's own, as the runtime calls it (torch.optim with its default implementation; step, then clear the
-gradients). The number of tensors of one size is such that together they exceed a core's cache, as a model's do.
+A step is that of torch.optim with its default implementation, followed by clearing the gradients, as in the runtime.
+There are enough tensors of each size to exceed a core's cache together, as the parameters of a model do.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _FATAL = (
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Return whether a device is unusable for this process after an error of torch."""
+    """Return whether this error of torch leaves the device unusable for the process."""
     return any(words in str(error) for words in _FATAL)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on a GPU or in host memory."""
+    """Return whether an error means that an allocation failed, on a GPU or in host memory."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _WORDS)
 
 
@@ -58,7 +58,10 @@ def measure_optimizers(
     before_repeat: Callable[[], None] = lambda: None,
     events: EventSink | None = None,
 ) -> tuple[OptimizerMeasurement, ...]:
-    """Return median seconds by size of tensors: of each optimizer's step and of copying gradients into a bucket."""
+    """Return median seconds of each optimizer's step and of copying gradients into a bucket, for each tensor size.
+
+    ``sizes``: elements of a tensor. ``before_repeat``: called before each repetition, such as a barrier.
+    """
     sink = events or NullSink()
     rows = []
     for done, size in enumerate(sizes):
@@ -84,7 +87,7 @@ def measure_optimizers(
 
 
 def make_optimizer(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return torch's optimizer for an `Optimizer`, with its default implementation."""
+    """Return a torch.optim optimizer of the kind of an `Optimizer`, with torch's default implementation."""
     if optimizer.kind == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-4)
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9 if optimizer.momentum else 0.0)

@@ -1,7 +1,7 @@
-"""Runs one function in several processes that share a gloo process group; all of them end with the call.
+"""Run one function in several processes that share a gloo process group; all processes end with the call.
 
-Each process has one thread and one core of its own (rank modulo cores). A process that fails or is killed ends the
-whole run at once, and its error is shown; so does the time limit. The ranks meet through a file, so no port is needed.
+Each process has one thread and one core (rank modulo cores). If a process fails or is killed, the whole run ends at
+once with its error. The run also ends at the time limit. The ranks connect through a file, so no port is needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _KILLED_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """The place of a function: ``events`` of rank 0 reach the caller, those of other ranks are dropped."""
+    """The first argument of a function that `run_ranks` calls: its rank, the number of ranks, and a sink of events.
+
+    Events of rank 0 are passed to the caller of `run_ranks`; those of other ranks are dropped.
+    """
 
     rank: int
     num_ranks: int
@@ -60,7 +63,7 @@ def run_ranks(
     timeout_s: float,
     events: EventSink | None = None,
 ) -> list[Any]:
-    """Call ``function(context, *arguments)`` in ``num_ranks`` new processes; return their results by rank.
+    """Call ``function(context, *arguments)`` in ``num_ranks`` new processes and return a list of the results by rank.
 
     Function, arguments and results must be picklable. Raises MeasurementError if a rank fails or dies, or if
     ``timeout_s`` has passed.
@@ -94,7 +97,7 @@ def _collect(
         if not ready:
             missing = ", ".join(str(rank) for rank in range(len(processes)) if rank not in results)
             raise MeasurementError(
-                f"The measurement did not end within {timeout_s:g} s (waiting for rank {missing}). "
+                f"The measurement did not end within {timeout_s:g} s (no result from rank {missing}). "
                 "Allow more time, or measure fewer batch sizes or a smaller model."
             )
         for pipe in ready:
@@ -134,8 +137,8 @@ def _refuse_killed(processes: list[BaseProcess]) -> None:
 def _ended(rank: int, code: int | None) -> MeasurementError:
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
     return MeasurementError(
-        f"Rank {rank} of the measurement {how} before it had a result. A kill by signal 9 is often the system's "
-        "answer to a lack of memory: measure a smaller batch or fewer ranks."
+        f"Rank {rank} of the measurement {how} before it had a result. The system often kills processes by signal 9 "
+        "when memory is full: measure a smaller batch or fewer ranks."
     )
 
 

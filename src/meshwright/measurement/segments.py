@@ -1,9 +1,10 @@
-"""The pieces that are timed: runnable parts of a captured graph with real tensors, and the table key of each op.
+"""Segments: runnable parts of a captured graph with real tensors, whose ops are timed, and the key of each op.
 
-A model that fits in memory is one segment, run as a whole, so that every op finds the caches as in a real step. Of a
-larger one, layers are taken in order, each that adds a new op: a repeated block runs once however often it occurs.
+A model that fits in memory is one segment, so that the caches are in the same state as in a real step. For a larger
+model, each layer that contains an op not yet covered is a segment, so equal layers are measured once.
 
-The functions that cut a graph and make batches are arguments (`OpSource`); this package may not import `capture`.
+The functions that cut a graph and make batches are arguments (`OpSource`), because this package may not import
+`capture`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ Cut = Callable[[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], nn.Modu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSource:
-    """A captured model with the functions for timing it; ``batch(n)`` returns real ``graph.inputs`` for n samples."""
+    """A captured model with the functions that are needed to time its ops.
+
+    ``cut(feeds, fetches, ops, batch_size)``: returns the runnable part of the graph with these ops. ``batch(n)``:
+    returns the tensors of ``graph.inputs`` for n samples.
+    """
 
     graph: Graph
     cut: Cut
@@ -32,9 +37,11 @@ class OpSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A runnable piece: ``keys`` maps the names of its nodes to table keys; ``feeds`` are its arguments, in order.
+    """A runnable part of a captured graph.
 
-    ``differentiable`` says for each result whether a gradient is fed back into it.
+    ``feeds``: the arguments of ``module``, in order. ``keys``: the key in the measurement table of each node, by name.
+    ``differentiable``: for each result, whether its backward starts with a gradient. ``training``: whether it has a
+    backward.
     """
 
     module: fx.GraphModule
@@ -45,11 +52,10 @@ class Segment:
 
 
 def build_segments(source: OpSource, batch_size: int, *, max_bytes: int) -> tuple[Segment, ...]:
-    """Return segments that contain every distinct op of the graph.
+    """Return segments that contain every distinct op of the graph: the whole model if it needs at most ``max_bytes``.
 
-    They are within ``max_bytes`` if the whole model would need more.
-
-    Raises GraphError for a batch size for which the graph is not valid, MeasurementError if even that is too large.
+    Else the segments are layers that together contain every distinct op. Raises GraphError for a batch size that the
+    graph does not support, and MeasurementError if these layers need more than ``max_bytes``, too.
     """
     graph = source.graph
     graph.check_batch_size(batch_size)
@@ -60,14 +66,18 @@ def build_segments(source: OpSource, batch_size: int, *, max_bytes: int) -> tupl
     needed = sum(_needed_bytes(graph, stage, batch_size) for stage in chosen)
     if needed > max_bytes:
         raise MeasurementError(
-            f"Timing the distinct layers of {graph.name!r} on batches of {batch_size} takes about {needed} bytes, but "
-            f"only {max_bytes} may be used. Give a smaller batch, or a smaller model with the same kinds of layers."
+            f"Timing the distinct layers of {graph.name!r} on batches of {batch_size} needs about {needed} bytes of "
+            f"memory, but only {max_bytes} bytes may be used. Give a smaller batch, or a smaller model with the same "
+            "kinds of layers."
         )
     return tuple(_segment(source, stage, batch_size) for stage in chosen)
 
 
 def covering_layers(graph: Graph, keys_of_ops: Sequence[str]) -> list[StageSlice]:
-    """Return layers in order, each with an op of a new key; ``keys_of_ops``: by op."""
+    """Return the layers, in order, that contain an op whose key no earlier layer contains.
+
+    ``keys_of_ops``: the key of each op of the graph.
+    """
     covered: set[str] = set()
     chosen = []
     for stage in slice_graph(graph, [(i, i + 1) for i in range(len(graph.layers))]):
@@ -100,8 +110,8 @@ def _segment(source: OpSource, stage: StageSlice, batch_size: int) -> Segment:
     unknown = [graph.ops[i].name for i in stage.ops if graph.ops[i].name not in names]
     if unknown:
         raise MeasurementError(
-            f"The part of {graph.name!r} to be timed has no node named {unknown[0]!r}; every op needs a node of its "
-            "own name, or its time would be counted with another's. Pass a `cut` that names nodes like the ops."
+            f"The part of {graph.name!r} to be timed has no node named {unknown[0]!r}; every op needs a node with its "
+            "name, else its time would be counted for another op. Pass a `cut` that names nodes like the ops."
         )
     _materialise(module)
     places = {node.target: node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"}

@@ -1,4 +1,4 @@
-"""Costs of collectives: by datasheet on the graph of links, and from measurements of this or other clusters."""
+"""Costs of collectives: from measurements of this or other clusters, or from the datasheet figures of the links."""
 
 from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, CollectiveOp, Topology, load_topology
 from meshwright.cost.collectives.collective_groups import CollectiveGroup, group_in_mesh, place_group

@@ -1,10 +1,10 @@
 """Collectives: traffic and steps of algorithms, best rings and trees on a graph of links, and topologies of nodes.
 
-`port_share` gives the bytes through the busiest port for each byte of the full tensor; `count_steps` those steps of the
-table that rings take. The full tensor is the input of an all-reduce, the output of an all-gather, the input of a
-reduce-scatter, and the tensors of all ranks of an all-to-all together. n ranks on N nodes, r = n/N of them on each, G
-groups through each NIC, L rings or trees over the links of a node at once (1 where each device has one port to a
-switch):
+`port_share` gives the bytes through the busiest port for each byte of the full tensor. `count_steps` gives the number
+of steps of a ring. The full tensor is the input of an all-reduce, the output of an all-gather, the input of a
+reduce-scatter, and the tensors of all ranks of an all-to-all together. In the table, n ranks run on N nodes with
+r = n/N ranks each, G groups share each NIC, and L rings or trees run at once over the links of a node (L = 1 if each
+device has one port to a switch):
 
                     inside a node                        through a NIC                    steps
     all-reduce      ring  2(n-1)/(n·L)                   ring  G·2(n-1)/n                 2(n-1)
@@ -15,12 +15,12 @@ switch):
     broadcast       1/L                                  G                                n-1
     send            1                                    G                                1
 
-The tree inside a node is a chain: a device between two others sends the sums up and the result down, both through its
-one port to a switch. With links between pairs of devices, the two use opposite directions of different links: 1/L. A
-ring enters and leaves each node once, whatever r is. In two nodes the two trees of NCCL carry half of the tensor up in
-one direction and down in the other; with three or more nodes some node sends to two children and its parent. Spare
-machines help as in BytePS: `parameter_server_seconds` is its closed form, with the ring (k = 0) and M/B (k = n) as
-limits.
+The tree inside a node is a chain. A device between two others sends the sums up and the result down, both through its
+one port to a switch. With links between pairs of devices, sums and results use opposite directions of different links:
+1/L. A ring enters and leaves each node once, for every r. On two nodes, each of NCCL's two trees carries half of the
+tensor. On three or more nodes, some node sends to two children and to its parent. `parameter_server_seconds` is the
+closed form of BytePS for n machines with k spare ones; its limits are the ring (k = 0) and M/B (k = n), for M bytes
+and the bandwidth B.
 
 Sources: Patarasu and Yuan, JPDC 69 (2009); Sanders, Speck, Träff, Parallel Computing 35 (2009), two trees; NCCL
 src/graph/tuning.cc and trees.cc; Jiang et al., OSDI 2020 (BytePS), 4.1.
@@ -52,7 +52,7 @@ MAX_EXACT = 12
 
 
 def link_matrix(cluster: Cluster, ranks: Sequence[int]) -> Floats:
-    """Return the bandwidth in bytes/s between all pairs of ranks, shape (ranks, ranks), by `Cluster.link_between`."""
+    """Return the bandwidth (bytes/s) between all pairs of ranks, shape (ranks, ranks), with 0 on the diagonal."""
     places = np.array([cluster.node_index(rank) for rank in ranks])
     inside = np.array([node.device_link.bandwidth_bytes_per_s for node in cluster.nodes])[places]
     out = np.array([node.nic.bandwidth_bytes_per_s for node in cluster.nodes])[places]
@@ -70,7 +70,7 @@ def link_matrix(cluster: Cluster, ranks: Sequence[int]) -> Floats:
 # bandwidth, where Held and Karp's sets decide whether a cycle exists. With more ranks, or among equally fast rings, the
 # clusters of the maximum spanning tree are joined, which visits each host once.
 def best_ring(links: Floats) -> tuple[int, ...]:
-    """Return an order of the ranks, from 0, whose ring has the fastest slowest link.
+    """Return the order of the ranks, starting with rank 0, whose ring has the fastest slowest link.
 
     ``links``: bandwidths between all pairs, shape (n, n), 0 without a link. Raises ClusterError for a matrix that is
     not square, not symmetric, or has negative bandwidths.
@@ -97,14 +97,14 @@ def best_ring(links: Floats) -> tuple[int, ...]:
 
 
 def ring_bottleneck(links: Floats, order: tuple[int, ...]) -> float:
-    """Return the bandwidth of the slowest link of the ring."""
+    """Return the bandwidth (bytes/s) of the slowest link of the ring that visits the ranks in this order."""
     return float(min(links[here, there] for here, there in zip(order, (*order[1:], order[0]), strict=True)))
 
 
 def best_tree(links: Floats) -> tuple[int, ...]:
-    """Return the parent of every rank (the root 0 is its own) in a spanning tree with the fastest slowest link.
+    """Return the parent of every rank in a spanning tree with the fastest slowest link; rank 0, the root, has parent 0.
 
-    This is a maximum spanning tree (Prim).
+    The tree is a maximum spanning tree (Prim's algorithm). Raises ClusterError as `best_ring`.
     """
     _check(links)
     count = len(links)
@@ -119,16 +119,17 @@ def best_tree(links: Floats) -> tuple[int, ...]:
 
 
 def count_rings(links: NDArray[np.int64]) -> int:
-    """Return the number of directed rings that fit at once over parallel equal links, shape (n, n); 0 if none closes.
+    """Return the largest number of directed rings that can run at once, each over links of its own; 0 without a ring.
 
-    Two ranks have one for each link between them. Exact, for up to eight ranks: every cycle is tried.
+    ``links[i, j]``, shape (n, n), is the number of equal links between ranks i and j. Two ranks have one ring per link
+    between them. The result is exact: every cycle is tried. Raises ClusterError for more than eight ranks.
     """
     _check(links)
     count = len(links)
     if count == 2:
         return int(links[0, 1])
     if count > 8:
-        raise ClusterError(f"Rings are counted exactly for up to 8 devices of a node, not {count}.")
+        raise ClusterError(f"Cannot count the rings among {count} devices of a node; expected at most 8 devices.")
     bound = int(links.sum(axis=1).min()) // 2
     cycles = list(_all_cycles(links > 0))
     return 2 * _most_disjoint(links.copy(), cycles, 0, bound)
@@ -144,7 +145,7 @@ def count_trees(links: NDArray[np.int64]) -> int:
     _check(links)
     count = len(links)
     if count > 8:
-        raise ClusterError(f"Trees are counted exactly for up to 8 devices of a node, not {count}.")
+        raise ClusterError(f"Cannot count the trees among {count} devices of a node; expected at most 8 devices.")
     fewest = int(links.sum())
     for parts in _partitions(count):
         label = np.array(parts)
@@ -171,7 +172,8 @@ def _check(links: NDArray[np.generic]) -> None:
     square = links.ndim == 2 and links.shape[0] == links.shape[1] and len(links) >= 2
     if not square or not np.array_equal(links, links.T) or (links[np.triu_indices(len(links), 1)] < 0).any():  # type: ignore[operator]
         raise ClusterError(
-            f"Links of shape {links.shape}: expected a symmetric matrix over two ranks or more, with no negative entry."
+            f"The matrix of links between ranks has shape {links.shape}; expected a symmetric matrix for two or more "
+            "ranks, without negative entries."
         )
 
 
@@ -260,9 +262,10 @@ def _most_disjoint(free: NDArray[np.int64], cycles: list[tuple[int, ...]], start
 # hold. If they do not connect the group, its messages cross the host, at ``host_share`` of the bandwidth of one link.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Numbers of parallel links between each pair of a node's devices: a symmetric matrix.
+    """The links between the devices of one node: ``links[i][j]`` is the number of parallel links of devices i and j.
 
-    Shipped data files hold them with their sources.
+    ``host_share``: bandwidth across the host, as a share of one link's, between devices without a link. ``source``:
+    where the figures come from. Raises ClusterError if ``links`` is not a symmetric matrix of counts.
     """
 
     name: str
@@ -277,18 +280,22 @@ class Topology:
         square = all(len(row) == count and min(row) >= 0 for row in self.links)
         if not square or self.links != tuple(zip(*self.links, strict=True)):
             raise ClusterError(
-                f"Topology {self.name!r}: links must be a symmetric matrix of counts; correct its {count} rows."
+                f"Topology {self.name!r}: 'links' must be a symmetric matrix of counts, zero or more; correct its "
+                f"{count} rows."
             )
         if not self.host_share > 0:
-            raise ClusterError(f"Topology {self.name!r}: host_share {self.host_share} must be positive.")
+            raise ClusterError(f"Topology {self.name!r}: 'host_share' is {self.host_share}, but must be positive.")
 
     def lanes_among(self, devices: tuple[int, ...]) -> tuple[Algorithm, float]:
-        """Return whether a group of the node's devices uses rings or trees, and how many at once.
+        """Return the algorithm ("ring" or "tree") of a group of the node's devices, and how many of them run at once.
 
-        The number is in units of one link.
+        Each ring or tree has the bandwidth of one link. If no links connect the group, the result is ("ring",
+        ``host_share``). Raises ClusterError for devices that the node lacks.
         """
         if not set(devices) <= set(range(len(self.links))):
-            raise ClusterError(f"Topology {self.name!r} has devices 0 to {len(self.links) - 1}; asked for {devices}.")
+            raise ClusterError(
+                f"The group has devices {devices}, but topology {self.name!r} has devices 0 to {len(self.links) - 1}."
+            )
         return _lanes(self.links, devices) or ("ring", self.host_share)
 
 
@@ -318,7 +325,7 @@ Algorithm = Literal["ring", "tree"]
 
 
 def check_messages(op: str, num_bytes: ArrayLike) -> None:
-    """Raise MeasurementError for an unknown collective, and for sizes that are negative or not numbers."""
+    """Raise MeasurementError for an unknown collective, and for sizes (bytes) that are negative or not finite."""
     if op not in COLLECTIVE_OPS:
         raise MeasurementError(
             f"{op!r} is not a collective{suggest(op, COLLECTIVE_OPS)}; expected one of {', '.join(COLLECTIVE_OPS)}."
@@ -333,7 +340,7 @@ def check_messages(op: str, num_bytes: ArrayLike) -> None:
 
 
 def count_steps(op: CollectiveOp, group: CollectiveGroup) -> float:
-    """Return the number of messages that follow one another, per rank."""
+    """Return the number of messages that each rank of a ring sends one after another; 1 for a send."""
     if op == "send":
         return 1.0
     return (2.0 if op == "all_reduce" else 1.0) * (group.num_ranks - 1)
@@ -344,8 +351,8 @@ def port_share(
 ) -> float:
     """Return the bytes through the busiest port, in one direction, per byte of the full tensor; 0 for one rank.
 
-    The formulas are in the module's table. ``num_lanes``: L, for links between pairs of devices; None for devices with
-    one port to a switch each.
+    The formulas are in the module's table. ``num_lanes``: the number L of rings or trees that run at once over links
+    between pairs of devices; None if each device has one port to a switch.
     """
     num_ranks, per_node = group.num_ranks, group.ranks_per_node
     if num_ranks == 1:
@@ -370,7 +377,7 @@ def port_share(
 
 
 def ring_seconds(num_ranks: int, num_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> float:
-    """Return the seconds of a ring all-reduce over links of one latency and bandwidth; 0 for a single rank."""
+    """Return the seconds of a ring all-reduce of ``num_bytes`` over equal links inside a node; 0 for a single rank."""
     group = CollectiveGroup(num_ranks=num_ranks)
     share = port_share("all_reduce", group)
     return count_steps("all_reduce", group) * latency_s + share * num_bytes / bandwidth_bytes_per_s
@@ -379,17 +386,19 @@ def ring_seconds(num_ranks: int, num_bytes: float, latency_s: float, bandwidth_b
 def parameter_server_seconds(
     num_machines: int, num_spare: int, num_bytes: float, bandwidth_bytes_per_s: float
 ) -> float:
-    """Return the seconds to reduce ``num_bytes`` of n machines with k spare ones, by BytePS.
+    """Return the seconds in which n machines sum M = ``num_bytes`` with the help of k spare machines, as in BytePS.
 
-    They are 2n(n-1)M / ((n² + kn - 2k)·B). Raises MeasurementError for fewer than two machines, for more spare machines
-    than machines (more do not help), for negative bytes and for a bandwidth that is not positive.
+    The formula is 2n(n-1)M / ((n² + kn - 2k)·B), with the bandwidth B. Raises MeasurementError for fewer than two
+    machines, for more spare machines than machines (more do not help), for negative bytes and for a bandwidth that is
+    not positive.
     """
     check_messages("all_reduce", num_bytes)
     if not bandwidth_bytes_per_s > 0:
-        raise MeasurementError(f"A bandwidth of {bandwidth_bytes_per_s} bytes/s; expected a positive one.")
+        raise MeasurementError(f"The bandwidth is {bandwidth_bytes_per_s} bytes/s; expected a positive number.")
     if num_machines < 2 or not 0 <= num_spare <= num_machines:
         raise MeasurementError(
-            f"{num_machines} machines and {num_spare} spare ones; expected at least two, and 0 to {num_machines} spare."
+            f"{num_machines} machines and {num_spare} spare machines; expected at least 2 machines, and 0 to "
+            f"{num_machines} spare machines."
         )
     shared = num_machines**2 + num_spare * num_machines - 2 * num_spare
     return 2 * num_machines * (num_machines - 1) * num_bytes / (shared * bandwidth_bytes_per_s)

@@ -1,12 +1,12 @@
-"""The cost of a collective on a cluster: measured there, else measured elsewhere, else by datasheet.
+"""The cost of a collective on a cluster: measured on the cluster, else measured elsewhere, else by datasheet.
 
-    own         the user's rows (`fit_collectives`), if all ranks are of the measured device kind
+    own         the user's measurements (`fit_collectives`), if all ranks are of the measured device kind
     shipped     public measurements of nodes with the same device kind and link (`shipped_fits`), inside a node
-    datasheet   `quote_collective`, with the interval that such costs had on public clusters (`datasheet`)
+    datasheet   `quote_collective`, with the errors of such estimates on public clusters as interval (`datasheet`)
 
-The first comparable source is used. The datasheet is mostly too fast. So its estimate for a link slower than a measured
-one is raised at least to the measurement; and across nodes an op of `_GROWING` takes no less than among its ranks on
-one node.
+The first applicable source is used. Datasheet estimates are mostly too fast. Two lower bounds correct them: a link
+takes at least the measured time of a faster link; and across nodes an all-reduce, all-gather, reduce-scatter or
+broadcast takes at least the time of its ranks on one node.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _GROWING: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatte
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CollectiveCosts:
-    """Costs for one cluster. ``dtype``: the type that is sent; it matters if more than one was measured.
+    """The costs of collectives on one cluster.
 
-    ``own``: seconds measured by the user, ``host``: CPU seconds of a rank; None if not measured. ``changed``: the same
-    cluster with other links, if costs are for these: seconds are those of ``cluster`` times the ratio of both datasheet
-    costs.
+    ``dtype``: data type of the messages; used only if several types were measured. ``own``: the user's measured
+    seconds; ``host``: the measured CPU seconds of a rank; None if not measured. ``changed``: the same cluster with
+    other links, or None. With ``changed``, the seconds on ``cluster`` are multiplied by the ratio of the datasheet
+    costs on the two clusters.
     """
 
     cluster: Cluster
@@ -60,11 +61,11 @@ class CollectiveCosts:
         concurrent: Groups = (),
         algorithm: Algorithm | None = None,
     ) -> Predictions:
-        """Return the seconds for each size (shape (n,), bytes of the full tensor).
+        """Return the seconds of a collective among ``ranks`` for each size (shape (n,), bytes of the full tensor).
 
-        The ``concurrent`` groups run the same collective at the same time. For one ``algorithm`` only the datasheet is
-        used: tables do not say which one was measured. Raises MeasurementError for an invalid collective or size,
-        ClusterError for ranks that cannot form a group.
+        The ``concurrent`` groups run the same collective at the same time. With an ``algorithm``, the datasheet is
+        used, because measurement tables do not name the algorithm. Raises MeasurementError for an invalid collective or
+        size, ClusterError for ranks that cannot form a group.
         """
         check_messages(op, num_bytes)
         if algorithm is not None:
@@ -79,7 +80,10 @@ class CollectiveCosts:
     def predict_host(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Groups = ()
     ) -> Predictions | None:
-        """Return the CPU seconds that each rank spends meanwhile; None if not measured. Raises as `predict`."""
+        """Return the CPU seconds that each rank spends during the collective, for each size; None if not measured.
+
+        Raises as `predict`.
+        """
         check_messages(op, num_bytes)
         return self._ask(self.host, op, tuple(ranks), num_bytes, concurrent)
 

@@ -1,9 +1,9 @@
-"""Where a collective runs: the number of ranks, of nodes, and of groups that use the same links at once.
+"""The process group of a collective: its numbers of ranks and nodes, and how many groups share the same links.
 
-A group of n ranks is on N nodes with n/N ranks each. Groups that run the same collective at the same time (the columns
-of a mesh) share the NIC of every node that they use, or what the devices of one node share (the memory of a host):
-``num_sharing`` counts them. Inside one node it matters which devices take part if the links between them differ:
-``stride`` is the distance between neighbouring ranks.
+A group of n ranks is on N nodes with n/N ranks each. Several groups may run the same collective at the same time (the
+columns of a mesh). ``num_sharing`` is the number of groups that share a node's NIC or, inside one node, what its
+devices share, such as host memory. ``stride`` is the distance between neighbouring ranks; it matters inside a node
+whose devices are connected by unequal links.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveGroup:
-    """The place of a collective; groups in equal places take the same time. Raises ClusterError if it is impossible."""
+    """The size and position of the process group of a collective; equal groups take the same time.
+
+    Fields: see the module. Raises ClusterError if a number is below 1, or if there are more nodes than ranks.
+    """
 
     num_ranks: int
     num_nodes: int = 1
@@ -30,20 +33,24 @@ class CollectiveGroup:
     def __post_init__(self) -> None:
         if not 1 <= self.num_nodes <= self.num_ranks or self.num_sharing < 1 or self.stride < 1:
             raise ClusterError(
-                f"A group of {self.num_ranks} ranks on {self.num_nodes} nodes, {self.num_sharing} sharing, stride "
-                f"{self.stride}: expected at least one of each, and a rank for every node."
+                f"The group of a collective has num_ranks {self.num_ranks}, num_nodes {self.num_nodes}, num_sharing "
+                f"{self.num_sharing} and stride {self.stride}; expected at least 1 for each, and num_nodes at most "
+                "num_ranks."
             )
 
     @property
     def ranks_per_node(self) -> float:
-        """Ranks of the group in each of its nodes."""
+        """Average number of the group's ranks on each of its nodes."""
         return self.num_ranks / self.num_nodes
 
 
 def group_in_mesh(
     num_ranks: int, stride: int, devices_per_node: int, num_groups: int, num_nodes: int
 ) -> CollectiveGroup:
-    """Return one of the groups {i, i + stride, ...} of a mesh of equal nodes, all of which run at once."""
+    """Return the group of ranks {i, i + stride, ...} of a mesh on ``num_nodes`` equal nodes.
+
+    ``num_groups`` such groups run at once.
+    """
     if (num_ranks - 1) * stride < devices_per_node:
         return CollectiveGroup(
             num_ranks=num_ranks, stride=stride if num_ranks > 1 else 1, num_sharing=max(-(-num_groups // num_nodes), 1)
@@ -57,17 +64,18 @@ def group_in_mesh(
 
 
 def place_group(cluster: Cluster, ranks: Sequence[int], concurrent: Sequence[Sequence[int]] = ()) -> CollectiveGroup:
-    """Return the place of a group of ranks while other groups run the same collective.
+    """Return the `CollectiveGroup` of some ranks while ``concurrent`` groups run the same collective.
 
-    A ``concurrent`` group shares if it uses the same kind of link of a node that this one uses: out of it if this group
-    crosses nodes, inside if it does not. Raises ClusterError for unknown ranks, and for groups that are empty or name a
-    rank twice.
+    If ``ranks`` are on several nodes, the concurrent groups that also cross nodes share the NICs of the nodes. If
+    ``ranks`` are on one node, the concurrent groups inside this node share its links. Raises ClusterError for unknown
+    ranks, and for groups that are empty or contain a rank twice.
     """
     for group in (ranks, *concurrent):
         if not group or len(set(group)) < len(group) or not all(0 <= rank < cluster.num_ranks for rank in group):
             last = cluster.num_ranks - 1
             raise ClusterError(
-                f"A group of ranks {list(group)[:8]}: expected at least one, each once, from 0 to {last}."
+                f"The ranks {list(group)[:8]} cannot form a group; expected at least one rank, each once, from 0 to "
+                f"{last}."
             )
     nodes = {cluster.node_index(rank) for rank in ranks}
     others = [{cluster.node_index(rank) for rank in group} for group in concurrent if set(group) != set(ranks)]

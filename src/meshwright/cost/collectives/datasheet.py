@@ -1,17 +1,18 @@
-"""Seconds of a collective from datasheet figures: the fastest algorithm and protocol for each size; and intervals.
+"""Seconds of a collective from datasheet figures, by the fastest algorithm and protocol for each size; and intervals.
 
-`quote_collective` gives the options of a collective, `datasheet_scale` and `bound_cost` the interval of the result. n
-ranks on N nodes, r on each of them; α_d, B_d of the links inside, α_n of the NICs, and B_n bytes per second out of a
-node: all its NICs that the group can use, shared with concurrent groups, or, between racks, their uplinks if these are
-slower. S bytes of the full tensor; the shares of S that pass a port are those of `port_share`.
+`quote_collective` lists the algorithms and protocols of a collective. `datasheet_scale` and `bound_cost` give the
+interval of the result. In the formulas, n ranks run on N nodes with r ranks each. The links inside a node have latency
+α_d and bandwidth B_d. The NICs have latency α_n. B_n is the bandwidth out of a node (bytes/s): that of all NICs which
+the group can use, shared with concurrent groups; or, between racks, that of the uplinks if it is lower. S is the bytes
+of the full tensor. `port_share` gives the share of S that passes each port.
 
     flat ring     steps·(N·α_n + (n-N)·α_d)/n + S·max(share inside / B_d, share across / B_n)       (N = 0 for one node)
     tree          2(r-1)·α_d + 2·⌈log₂ N⌉·α_n + S·max((1 or 2) / B_d, (1 or 2) / B_n)       all-reduce, broadcast (half)
     hierarchical  reduce-scatter inside, the op across on the parts, all-gather inside; one after the other
 
-Devices without NCCL (no compute capability: CPUs) have only gloo's ring. A ring is ordered so that it crosses each node
-once, whatever the order of the ranks (`best_ring` on this graph), and enters a node through up to one NIC per rank
-there. The links inside or those across may be the faster ones.
+Devices without NCCL (CPUs, which have no compute capability) use gloo's ring. For every order of the ranks, a ring is
+arranged so that it crosses each node once (`best_ring`). It enters a node through at most one NIC per rank on the node.
+Either the links inside a node or those between nodes may be faster.
 
 Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
 
@@ -19,7 +20,7 @@ NCCL's protocols trade latency for bandwidth; they are in a data file, with vers
 
     seconds on a link = base + steps·(share of the link's latency) + bytes / (share of its bandwidth)
 
-Between devices without NCCL (CPUs), links have their own figures: `PLAIN`.
+Between devices without NCCL (CPUs), the latency and bandwidth of a link hold unchanged: `PLAIN`.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ if TYPE_CHECKING:
 # thumb agree; they were not measured.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasheetErrors:
-    """Factors by op; ``rows_sha256`` is the hash of the hashes of the rows that they were fitted on.
+    """Factors measured / datasheet cost by collective, from which the intervals of datasheet costs are computed.
 
-    ``devices``: the kinds measured for ``inside``.
+    ``inside``: groups inside one node, measured on the device kinds ``devices``; ``across``: groups across nodes.
+    ``rows_sha256``: the hash of the hashes of the measurement rows on which the factors were fitted.
     """
 
     source: str
@@ -82,7 +84,11 @@ class DatasheetErrors:
 
 
 def bound_cost(seconds: Floats, latency_s: float | Floats, scale: ErrorScale) -> tuple[Floats, Floats]:
-    """Return the lower and upper end of the interval of datasheet costs (same shape); formula at `DatasheetErrors`."""
+    """Return the lower and upper ends (seconds) of the intervals of datasheet costs, in the shape of ``seconds``.
+
+    ``latency_s``, the cost of the smallest message, is multiplied by the factors of ``scale.latency``, and the rest of
+    the cost by those of ``scale.bandwidth``.
+    """
     wire = seconds - latency_s
     return (
         latency_s * scale.latency.low + wire * scale.bandwidth.low,
@@ -96,13 +102,17 @@ def _widest(intervals: list[Interval]) -> Interval:
 
 @cache
 def load_datasheet_errors() -> DatasheetErrors:
-    """Load the shipped factors."""
+    """Load the shipped factors between measurements and datasheet costs."""
     with resources.as_file(resources.files("meshwright.cost") / "models" / "collectives.json") as path:
         return decode_document(DatasheetErrors, read_data(path), path.name)
 
 
 def datasheet_scale(op: CollectiveOp, *, by_nccl: bool, across: bool) -> ErrorScale:
-    """Return factors of a datasheet estimate of an op: within or across nodes, on devices with or without NCCL."""
+    """Return the factors for the interval of an op's datasheet cost.
+
+    ``across``: whether the group crosses nodes; ``by_nccl``: whether its devices use NCCL. Without NCCL the factors are
+    0.5 to 2.
+    """
     if by_nccl:
         return load_datasheet_errors().scale_of(op, across=across)
     return ErrorScale(latency=UNKNOWN, bandwidth=UNKNOWN)
@@ -110,7 +120,7 @@ def datasheet_scale(op: CollectiveOp, *, by_nccl: bool, across: bool) -> ErrorSc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """The slowest links that a group uses: seconds and bytes per second inside a node and out of one."""
+    """The slowest links that a group uses: latency (s) and bandwidth (bytes/s) inside a node, and between nodes."""
 
     inside_s: float
     inside_bytes_per_s: float
@@ -118,7 +128,7 @@ class Ways:
     across_bytes_per_s: float
 
     def through(self, protocol: Protocol) -> Ways:
-        """Return the same links as a protocol uses them."""
+        """Return the links with the latency and bandwidth that they have under a protocol of NCCL."""
         return Ways(
             inside_s=self.inside_s * protocol.inside_latency_share,
             inside_bytes_per_s=self.inside_bytes_per_s * protocol.bandwidth_share,
@@ -137,9 +147,10 @@ _PARTS_INSIDE: dict[CollectiveOp, tuple[CollectiveOp, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tariff:
-    """The options of a collective: latency and seconds per byte of the full tensor, both of shape (options,).
+    """The costs of a collective by each algorithm and protocol that it can use.
 
-    ``by_nccl``: whether the devices use NCCL.
+    ``latency_s`` (s) and ``s_per_byte`` (s per byte of the full tensor) have one entry per option (algorithm and
+    protocol). ``by_nccl``: whether the devices use NCCL.
     """
 
     latency_s: Floats
@@ -157,9 +168,9 @@ class Tariff:
 def quote_collective(
     cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: CollectiveGroup, algorithm: Algorithm | None = None
 ) -> Tariff:
-    """Return the tariff of an op among ``ranks``, placed as ``group``, with one algorithm or all of its devices.
+    """Return the costs of a collective among ``ranks``, whose `CollectiveGroup` is ``group``.
 
-    A single rank takes no time.
+    ``algorithm`` restricts the options; None allows all algorithms of the devices. A single rank takes no time.
     """
     by_nccl = all(cluster.device_kind(rank).compute_capability for rank in ranks)
     if group.num_ranks == 1:
@@ -182,9 +193,10 @@ def quote_collective(
 
 
 def find_ways(nodes: Sequence[tuple[Node, int]], num_sharing: int) -> Ways:
-    """Return the slowest links of a group with these ranks per node and ``num_sharing`` groups on each NIC.
+    """Return the slowest links that a group uses, while ``num_sharing`` groups share each NIC.
 
-    Unused links (one node, or one device on each) are infinitely fast.
+    ``nodes``: pairs of a node and the number of the group's ranks on it. Unused links have latency 0 and infinite
+    bandwidth: those between nodes if there is one node, those inside if each node has one rank.
     """
     inner = [node.device_link for node, count in nodes if count > 1]
     outer = []
@@ -229,9 +241,10 @@ def _most_leaving(counts: Mapping[int, int], num_ranks: int) -> float:
 
 
 def quote_ring(op: CollectiveOp, group: CollectiveGroup, counts: Sequence[int], ways: Ways) -> tuple[float, float]:
-    """Return (latency, seconds per byte) of the flat ring; for an all-to-all, of all pairs at once.
+    """Return (latency in s, seconds per byte of the full tensor) of the flat ring.
 
-    ``counts``: ranks on each node. The use of NICs by other groups is part of the bandwidth of ``ways``.
+    For an all-to-all, all pairs of ranks send at once instead. ``counts``: the group's ranks on each node. ``ways``:
+    the links of the group, whose bandwidth between nodes already excludes what other groups use of the NICs.
     """
     # In one round a message leaves each node once.
     crossing = len(counts) / group.num_ranks if len(counts) > 1 else 0.0
@@ -277,7 +290,11 @@ def _busiest(ways: Ways, within: float, outward: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """A protocol of NCCL: seconds to start, and its shares of a link's best latency and bandwidth."""
+    """A protocol of NCCL, such as LL or Simple.
+
+    ``base_s``: seconds to start a collective. The other fields are factors: latency inside a node, latency between
+    nodes, and bandwidth under the protocol, each divided by the link's figure.
+    """
 
     name: str
     base_s: float
@@ -288,12 +305,15 @@ class Protocol:
     def __post_init__(self) -> None:
         shares = (self.inside_latency_share, self.across_latency_share, self.bandwidth_share)
         if self.base_s < 0 or min(shares) <= 0:
-            raise ClusterError(f"Protocol {self.name!r}: seconds must not be negative, and shares must be positive.")
+            raise ClusterError(
+                f"Protocol {self.name!r}: 'base_s' must not be negative, and 'inside_latency_share', "
+                "'across_latency_share' and 'bandwidth_share' must be positive."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocols:
-    """The protocols of one version of a library."""
+    """The protocols of one version of NCCL."""
 
     version: str
     protocols: tuple[Protocol, ...]

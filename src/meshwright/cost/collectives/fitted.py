@@ -1,25 +1,26 @@
-"""Seconds of a collective from measurements on a cluster: of this group, or of groups in other places.
+"""Seconds of a collective from measurements on a cluster, of the same process group or of groups of other sizes.
 
-    measured      exactly this size and group
-    interpolated  the group, at other sizes: on straight lines through the measured points and a kriging of all series
-                  on a grid between and beyond them, computed once (`kriging`)
+    measured      this size and group was measured
+    interpolated  the group was measured at other sizes: straight lines through the measured points and through the
+                  points of a grid, which a kriging of all series gives between and beyond them (`kriging`)
     transferred   t = t₀(lo)^(1-u)·t₀(hi)^u + w(lo)^(1-v)·w(hi)^v, u linear in log n, v linear in 1/n
 
-where t₀(m) is the latency of a measured group of m ranks, its time at the smallest size of the grid, and w(m) = t(m,
-S') - t₀(m) its time above that for the message S' with the same bytes through the busiest port as S has here
-(`port_share`, which includes rings, NIC sharing and the links of the node). lo and hi are the next smaller and larger
-groups among those whose NICs are shared by the most similar number of groups, only one of them beyond the ends; there
-t₀ grows with n^γ, γ fitted over all groups of the op, or as the steps of a ring if all have the same number of ranks.
-Groups inside a node are not used for groups across nodes, nor the reverse.
+t₀(m) is the latency of a measured group of m ranks: its time at the smallest size of the grid. w(m) = t(m, S') - t₀(m)
+is its time above the latency, for the message S' that moves as many bytes through the busiest port as S does in this
+group (`port_share`, which includes rings, NIC sharing and the links of the node). lo and hi are the next smaller and
+larger groups among the groups with the most similar number of groups per NIC. Beyond the smallest or largest group,
+only the nearest one is used, and t₀ grows with n^γ. γ is fitted over all groups of the op; if they all have the same
+number of ranks, t₀ grows as the steps of a ring instead. Groups inside a node are not used for groups across nodes, nor
+the reverse.
 
-An all-reduce over more nodes than were measured takes the faster of the tree and of the ring: the ring is a
-reduce-scatter and an all-gather, each transferred by itself (measurements on two nodes do not show it: NCCL's tree
-carries the tensor through a NIC once there, twice with three or more nodes, and is preferred up to two;
-src/graph/tuning.cc).
+An all-reduce over more nodes than were measured takes the faster of the tree and the ring. The ring's time is that of a
+reduce-scatter plus an all-gather, each transferred separately. (Measurements on two nodes do not show the ring: NCCL's
+tree carries the tensor through a NIC once on two nodes, twice on three or more, and NCCL prefers the tree up to two
+nodes; src/graph/tuning.cc.)
 
-The error of a transfer is assumed to grow with √h, as in a random walk, with h octaves of ranks from the nearest
-measured group, a·b/(a + b) between two. Its scale comes from predicting each measured group from the others
-(`fit_collectives`).
+The error of a transfer is assumed to grow with √h, as in a random walk. h is the distance in octaves of ranks from the
+nearest measured group; between two groups at distances a and b it is a·b/(a + b). The scale of the error comes from
+predicting each measured group from the others (`fit_collectives`).
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ _TRANSFERRED: tuple[Basis, ...] = ("transferred",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Seconds of one op and dtype in one place, while ``num_groups`` groups in total ran it at once.
+    """Seconds of one collective for one dtype and group by size, while ``num_groups`` groups in total ran it at once.
 
-    ``sizes`` are bytes of the full tensor, ascending: those ``measured`` and those of the grid. ``seconds`` may fall
-    with size, for example where NCCL changes the protocol.
+    ``sizes`` are bytes of the full tensor, ascending: the ``measured`` sizes and those of the kriging's grid.
+    ``seconds`` has one entry per size. It may decrease with size, for example where NCCL changes the protocol.
     """
 
     op: CollectiveOp
@@ -61,41 +62,41 @@ class Series:
     seconds: tuple[float, ...]
 
     def at(self, sizes: Floats) -> Floats:
-        """Return seconds at sizes (any shape), by `Curve`."""
+        """Return seconds at sizes in bytes (any shape), interpolated by `Curve`."""
         return Curve(sizes=np.array(self.sizes), seconds=np.array(self.seconds)).at(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlace:
-    """The measurements of one op in one place: the mean of its series."""
+    """The measurements of one collective in one group; its time is the mean over its series."""
 
     group: CollectiveGroup
     series: tuple[Series, ...]
 
     @property
     def latency_s(self) -> float:
-        """Seconds of the smallest message."""
+        """Seconds of the smallest message, averaged over the series."""
         return float(np.mean([one.seconds[0] for one in self.series]))
 
     @property
     def begins(self) -> float:
-        """The smallest size of its series."""
+        """Smallest size, in bytes, of any of the series."""
         return min(one.sizes[0] for one in self.series)
 
     @property
     def measured(self) -> frozenset[float]:
-        """Sizes at which any of the series was measured."""
+        """Sizes in bytes at which any of the series was measured."""
         return frozenset(size for one in self.series for size in one.measured)
 
     def at(self, sizes: Floats) -> Floats:
-        """Return seconds at sizes (any shape)."""
+        """Return the mean seconds of the series at sizes in bytes (any shape)."""
         mean: Floats = np.mean([one.at(sizes) for one in self.series], axis=0)
         return mean
 
     def narrow(self, dtype: str, num_groups: int) -> MeasuredPlace:
-        """Return the series of a dtype, else of the same width, else all.
+        """Return a copy with the series of a dtype, else those of dtypes of the same width, else all series.
 
-        Of these, the series with ``num_groups`` groups are taken, if there are any.
+        Among these series, those measured with ``num_groups`` groups at once are preferred.
         """
         width, chosen = DTYPE_BYTES.get(dtype, 0), self.series
         chosen = tuple(one for one in chosen if DTYPE_BYTES.get(one.dtype) == width) or chosen
@@ -106,7 +107,10 @@ class MeasuredPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorScale:
-    """Factors measured / predicted with 80 % of held-out rows, in the latency and the bandwidth regime."""
+    """Intervals of the factor measured / predicted that contain 80 % of held-out rows.
+
+    ``latency`` holds for messages whose latency is more than half of their time, ``bandwidth`` for larger messages.
+    """
 
     latency: Interval
     bandwidth: Interval
@@ -114,9 +118,11 @@ class ErrorScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveModel:
-    """The collectives of one cluster as plain data; see the module's docstring.
+    """The measured collectives of one cluster, from which `predict` computes seconds; the module has the formulas.
 
-    ``row_hashes`` are those of the rows that it was fitted on, in hexadecimal.
+    ``interpolated``, ``moved_inside`` and ``moved_across``: errors of interpolation, and of transfers between groups
+    inside a node and across nodes. ``topology``: the links of a node, None if all devices have equal links.
+    ``row_hashes``: hashes of the measurement rows of the fit, in hexadecimal.
     """
 
     device: str
@@ -134,9 +140,9 @@ class CollectiveModel:
     ) -> Predictions | None:
         """Return seconds for messages of ``num_bytes`` (shape (n,), bytes of the full tensor); 0 for a single rank.
 
-        If several dtypes, or several numbers of concurrent groups, were measured in the place, the named ones are used,
-        else their mean. None if nothing comparable was measured. Raises MeasurementError for sizes that are negative or
-        not numbers.
+        If the group was measured with several dtypes or numbers of concurrent groups, the series with ``dtype`` and
+        ``num_groups`` are used, or the mean of all series if these were not measured. Returns None if no comparable
+        group was measured. Raises MeasurementError for an unknown collective, and for negative or infinite sizes.
         """
         check_messages(op, num_bytes)
         if group.num_ranks == 1:
@@ -202,7 +208,7 @@ class CollectiveModel:
 
 
 def list_places(series: Iterable[Series]) -> list[MeasuredPlace]:
-    """Return series of one op by place, in order of appearance."""
+    """Return the series of one collective by group, in order of appearance."""
     found: dict[CollectiveGroup, list[Series]] = {}
     for one in series:
         found.setdefault(one.group, []).append(one)
@@ -211,7 +217,10 @@ def list_places(series: Iterable[Series]) -> list[MeasuredPlace]:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Seconds (shape (n,)) from other groups, the latency part, and the distance of those groups in octaves."""
+    """Seconds (shape (n,)) of a collective computed from other groups.
+
+    ``latency_s``: the latency within these seconds; ``octaves``: the distance h of the other groups (see the module).
+    """
 
     seconds: Floats
     latency_s: float
@@ -219,12 +228,15 @@ class Transfer:
 
 
 def comparable(known: Sequence[MeasuredPlace], group: CollectiveGroup) -> list[MeasuredPlace]:
-    """Return the places of groups that cross nodes if the group does, and of groups that do not if it does not."""
+    """Return the measured groups across nodes if ``group`` crosses nodes, else the measured groups inside a node."""
     return [one for one in known if (one.group.num_nodes > 1) == (group.num_nodes > 1)]
 
 
 def latency_exponent(alike: Sequence[MeasuredPlace]) -> float | None:
-    """Return γ of t₀ ∝ n^γ over comparable groups, from 0 to 1; None if only one number of ranks was measured."""
+    """Return the exponent γ (0..1) of latency ∝ ranks^γ over comparable groups.
+
+    Returns None if all groups have the same number of ranks.
+    """
     ranks = np.log2([place.group.num_ranks for place in alike])
     if not len(ranks) or np.ptp(ranks) == 0:
         return None
@@ -241,7 +253,11 @@ def transfer(
     exponent: float | None,
     topology: Topology | None,
 ) -> Transfer | None:
-    """Return the time of a group from comparable places, None without any; γ is None for the steps of a ring."""
+    """Return the time of a group computed from the comparable measured groups ``alike``; None if this list is empty.
+
+    ``exponent``: γ of `latency_exponent`; with None, latency grows as the steps of a ring. ``topology``: the links of a
+    node; None if all are equal.
+    """
     if not alike:
         return None
     nearest = min(_sharing_octaves(place, group) for place in alike)
@@ -300,7 +316,10 @@ def _remoteness(place: MeasuredPlace, group: CollectiveGroup) -> tuple[float, in
 def with_interval(
     seconds: Floats, latency_s: float | Floats, scale: ErrorScale, stretch: float, basis: tuple[Basis, ...]
 ) -> Predictions:
-    """Return predictions with the interval of the regime: latency if it is more than half of the time."""
+    """Return predictions with intervals from an error scale, whose factors are raised to the power ``stretch``.
+
+    Where the latency is more than half of the time, ``scale.latency`` applies, elsewhere ``scale.bandwidth``.
+    """
     in_latency = latency_s > seconds / 2
     low = np.where(in_latency, scale.latency.low, scale.bandwidth.low) ** stretch
     high = np.where(in_latency, scale.latency.high, scale.bandwidth.high) ** stretch

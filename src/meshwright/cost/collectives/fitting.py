@@ -1,13 +1,13 @@
-"""From rows of the measurement table to a `CollectiveModel`: curves over sizes (`kriging`), errors of held-out rows.
+"""Fit a `CollectiveModel` to rows of the measurement table: curves over sizes (`kriging`), errors of held-out rows.
 
-Not used: sizes that move nothing, points that the source raised to a neighbour's rate (flags ``noop``, ``plateau``),
-groups of one rank, zero seconds. Rows of phase ``host`` (the CPU's share of a transfer) are fitted separately, on
-request.
+These rows are not used: sizes that move no bytes (flag ``noop``), points that the source raised to a neighbour's rate
+(flag ``plateau``), groups of one rank, and zero seconds. Rows of phase ``host`` (CPU seconds of a transfer) are fitted
+separately, on request.
 
-Errors: `interpolated` from leaving each inner size out of the kriging; ``moved_inside`` and ``moved_across`` (nodes)
-from predicting each place from the other places, over √h (`fitted`); only γ is that of all places, since of two known
-places one alone does not determine it. Sizes of a place err in one direction and places are few, so a transfer's
-interval is symmetric.
+The error ``interpolated`` comes from leaving each inner size out of the kriging. ``moved_inside`` and ``moved_across``
+(groups inside a node and across nodes) come from predicting each group from the other groups; the logarithm of the
+error is divided by √h (`fitted`). γ is fitted to all groups, because one of two groups alone does not determine it. All
+sizes of a group err in the same direction, and measured groups are few. So the interval of a transfer is symmetric.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ _FEWEST = 10
 
 
 def fit_collectives(rows: Records, topology: Topology | None = None, *, phase: str = "") -> CollectiveModel:
-    """Fit the collectives of one cluster. ``topology``: the links of its nodes if they differ between pairs.
+    """Return a model fitted to the measured collectives of one cluster.
 
-    ``phase``: "" for seconds, "host" for CPU seconds. Raises MeasurementError for rows of several devices, and if no
-    row is a usable collective.
+    ``topology``: the links of a node if they differ between pairs of devices. ``phase``: "" for seconds, "host" for CPU
+    seconds. Raises MeasurementError for rows of several devices, and if no row is a usable collective.
     """
     usable = collective_rows(rows, phase)
     devices = sorted(set(usable.device))
     if len(devices) != 1:
         raise MeasurementError(
-            f"{len(usable)} usable rows of collectives, of devices {', '.join(devices) or 'none'}; expected some, of "
-            "one device. Select its rows."
+            f"The measurements contain {len(usable)} usable rows of collectives, of devices "
+            f"{', '.join(devices) or 'none'}; expected at least one row, all of the same device. Select the rows of "
+            "one device."
         )
     groups = groups_of(usable)
     series, left_out = draw_series(usable, groups)
@@ -90,7 +91,10 @@ def fit_collectives(rows: Records, topology: Topology | None = None, *, phase: s
 
 
 def fit_measured(rows: Records) -> tuple[CollectiveModel | None, CollectiveModel | None]:
-    """Return models of the latest rows of one device: for seconds, and for CPU seconds; None without rows."""
+    """Return two models fitted to the latest rows of one device: of seconds, and of CPU seconds.
+
+    A model is None if no rows of its kind exist.
+    """
     latest = rows.dedupe(("op", "phase", "shapes", "dtype"))
     own, host = (
         fit_collectives(latest, phase=phase) if len(collective_rows(latest, phase)) else None for phase in ("", "host")
@@ -99,7 +103,7 @@ def fit_measured(rows: Records) -> tuple[CollectiveModel | None, CollectiveModel
 
 
 def collective_rows(rows: Records, phase: str = "") -> Records:
-    """Return the usable rows of a phase that are collectives of at least two ranks."""
+    """Return the usable rows of collectives among at least two ranks; ``phase``: "" for seconds, "host" for the CPU."""
     ours = rows.select(np.isin(rows.op, COLLECTIVE_OPS) & (rows.phase == phase))
     if not len(ours):
         return ours
@@ -108,7 +112,7 @@ def collective_rows(rows: Records, phase: str = "") -> Records:
 
 
 def groups_of(rows: Records) -> list[CollectiveGroup]:
-    """Return the place of each row's group in its mesh."""
+    """Return the `CollectiveGroup` of each row, from the row's sizes of its mesh."""
     columns = (rows.size(name).tolist() for name in ("ranks", "stride", "devices_per_node", "groups", "nodes"))
     return [group_in_mesh(*sizes) for sizes in zip(*columns, strict=True)]
 

@@ -1,17 +1,20 @@
-"""Seconds between measured sizes: kriging over similar series (`interpolate`), and curves of rows (`draw_series`).
+"""Seconds of collectives between measured sizes, by kriging (Gaussian-process regression) over similar series.
+
+`interpolate` is the kriging. `draw_series` computes the curve (seconds over bytes) of each measured series. A layout is
+a set of groups with equal numbers of ranks and nodes, and equal stride. The time t of x bytes is modelled as
 
     t = w·(1 + y),  w = α + β·x     the line of all series of the layout, α, β ≥ 0, least squares of relative errors
     cov(y, y') = (a·a' + b·b')·e^(-|Δ log₂ x| / 12)·(σ₁²·[same layout] + σ₂²·[same series] + σ₃²·s) + (…)·σ₄²·s'
                + e^(-|Δ log₂ x| / d)·(τ₁²·[same layout] + τ₂²·[same series] + τ₃²·s) + (…)·τ₄²·s'
                + ε²·(t/w)²·[same row],      a = α/w, b = β·x/w
 
-The exponential covariance of a drifting latency and a drifting bandwidth gives linear interpolation without other data;
-other series of the same layout average the noise, and siblings (s = e^(-|Δ log₂ ranks| / κ - |Δ log₂ nodes| / λ), at
-equal bytes; s' at equal bytes per rank) bend where a protocol switches. The parameters are not tuned: `NUM_DRAWS` of
-them are drawn over wide ranges with a fixed seed, each is judged by leaving out the rows of one key at a time (in
-closed form), and the best `NUM_KEPT` are averaged; the same draws are used for every table. The same rows decide the
-weight of a straight line between the neighbours. Outside the measured sizes only the kriging is used: it returns to the
-line of the layout.
+Latency and bandwidth of a series drift with an exponential covariance. With one series, this gives linear
+interpolation. Other series of the same layout average the noise. Series of other layouts show where a protocol
+switches; they are weighted with s = e^(-|Δ log₂ ranks| / κ - |Δ log₂ nodes| / λ) at equal bytes, and with s' at equal
+bytes per rank. The parameters are not tuned. `NUM_DRAWS` sets of them are drawn over wide ranges with a fixed seed, the
+same for every table. Each set is judged by leaving out the rows of one key at a time (in closed form), and the
+predictions of the best `NUM_KEPT` sets are averaged. The left-out rows also decide the weight of a straight line
+between neighbouring sizes. Outside the measured sizes only the kriging is used; it approaches the line of the layout.
 
 Sources: Cressie, Statistics for Spatial Data (1993), 3.2; leaving out in closed form: Dubrule, Mathematical Geology 15
 (1983).
@@ -50,10 +53,11 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Points:
-    """Rows of series, each column of shape (rows,).
+    """Rows of measured series, with one entry per row in each field.
 
-    ``series`` and ``layout`` are the labels of a row, ``ranks`` and ``nodes`` its place; rows of one ``key`` are left
-    out together when parameters are judged. A series has one row per key.
+    ``size``: bytes of the full tensor. ``series`` and ``layout``: numbers of the series and of the layout. ``ranks``
+    and ``nodes``: size of the process group. Rows with the same ``key`` are left out together when parameters are
+    judged. A series has one row per key.
     """
 
     size: Floats
@@ -70,7 +74,11 @@ class Points:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Covariance:
-    """One draw of the parameters in the module's formula."""
+    """One set of parameters of the module's covariance formula.
+
+    ``drift``: σ₁ to σ₄; ``bend``: τ₁ to τ₄; ``bend_octaves``: d; ``rank_octaves``: κ; ``node_octaves``: λ; ``noise``:
+    ε.
+    """
 
     drift: tuple[float, float, float, float]
     bend: tuple[float, float, float, float]
@@ -82,10 +90,10 @@ class Covariance:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Interpolation:
-    """``seconds`` at the asked rows, shape (asked,), with held-out predictions for errors.
+    """The result of `interpolate`.
 
-    ``left_out``: seconds at the known rows, each as if its key had been left out, shape (known,); nan for the smallest
-    and the largest of a series.
+    ``seconds``: predictions at the asked rows, shape (asked,). ``left_out``: predictions at the known rows, shape
+    (known,), each made without the rows of its key; nan for the smallest and the largest size of a series.
     """
 
     seconds: Floats
@@ -93,12 +101,14 @@ class Interpolation:
 
 
 def interpolate(known: Points, seconds: Floats, asked: Points) -> Interpolation:
-    """Return seconds at the asked rows from those of the known ones, shape (known,).
+    """Return predicted seconds at the rows ``asked``, from the measured ``seconds`` (shape (known,)) of rows ``known``.
 
-    Raises MeasurementError for an asked series that is not among the known ones.
+    Raises MeasurementError if a series of ``asked`` has no row in ``known``.
     """
     if missing := set(asked.series.tolist()) - set(known.series.tolist()):
-        raise MeasurementError(f"{len(missing)} series have no measured size; interpolate series that were measured.")
+        raise MeasurementError(
+            f"{len(missing)} series of collectives have no measured size; interpolate only series that were measured."
+        )
     lines = {int(index): _fit_line(known.size[rows], seconds[rows]) for index, rows in _by(known.layout)}
     here, there = _Line.of(known, lines), _Line.of(asked, lines)
     straight = _between_neighbours(known, seconds, known, strictly=True)
@@ -298,9 +308,10 @@ _BEYOND = 4
 # this increases the error on held-out sizes of the V100 tables by 10 to 25 % with a running maximum and by 3 to 6 %
 # with isotonic regression. Beyond the measured sizes more bytes never take less.
 def draw_series(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[tuple[Series, ...], Floats]:
-    """Return the series of usable rows, and seconds of each row as if its size had been left out, shape (rows,).
+    """Return the series of usable rows, and held-out predictions of the seconds of each row, shape (rows,).
 
-    The latter are nan for the smallest and the largest size of a series.
+    ``groups``: the process group of each row. The prediction of a row is made without its size; it is nan for the
+    smallest and the largest size of a series.
     """
     series: list[Series] = []
     left_out = np.full(len(rows), np.nan)
@@ -315,7 +326,7 @@ def draw_series(rows: Records, groups: Sequence[CollectiveGroup]) -> tuple[tuple
 
 
 def number_labels(labels: Sequence[Hashable]) -> NDArray[np.int64]:
-    """Return equal numbers for equal labels, counted from 0 in order of appearance."""
+    """Return the number of each label, shape (labels,); distinct labels are numbered from 0 in order of appearance."""
     known: dict[Hashable, int] = {}
     return np.array([known.setdefault(label, len(known)) for label in labels], np.int64)
 

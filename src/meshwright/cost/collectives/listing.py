@@ -1,9 +1,9 @@
-"""A listing of a cluster's collectives: each at a few sizes, the best orders of ranks for the links, and limits.
+"""A listing of a cluster's collectives: times at a few sizes, the best orders of the ranks, and all-reduce limits.
 
-bus bandwidth   bytes through one rank's port per second, counted as in a ring in one node (`port_share`); compare it
+bus bandwidth   bytes per second through one rank's port, counted as in a ring in one node (`port_share`); comparable
                 with the bandwidth of a link
-orders          the ring as given, the best ring and the best tree (`algorithms`), each with the bandwidth of its
-                slowest link and the number of links as slow
+orders          the ring in the given order, the best ring and the best tree (`algorithms`), each with the bandwidth of
+                its slowest link and the number of links with this bandwidth
 limits          BytePS's closed form for the all-reduce between n nodes, with 0, n/2 and n spare machines
 """
 
@@ -40,7 +40,9 @@ _SHOWN_RANKS = 32
 
 
 def list_collectives(cost: CostModel, ranks: Sequence[int]) -> dict[str, Any]:
-    """Return the ranks and three lists of rows: ``collectives``, ``orders``, ``limits``.
+    """Return a dict with the ``ranks`` and three lists of table rows: ``collectives``, ``orders`` and ``limits``.
+
+    The module describes the rows. ``limits`` is empty for ranks on one node.
 
     Raises ClusterError for fewer than two or too many ranks, and for repeated or unknown ranks.
     """
@@ -48,8 +50,8 @@ def list_collectives(cost: CostModel, ranks: Sequence[int]) -> dict[str, Any]:
     sound = len(set(ranks)) == len(ranks) and all(0 <= rank <= last for rank in ranks)
     if not sound or not 2 <= len(ranks) <= MAX_RANKS:
         raise ClusterError(
-            f"{len(ranks)} ranks ({_name_ranks(ranks)}): collectives are shown among 2 to {MAX_RANKS} ranks, each "
-            f"once, from 0 to {last}. Name them with --ranks 0,1,2,3."
+            f"{len(ranks)} ranks were given ({_name_ranks(ranks)}); expected 2 to {MAX_RANKS} ranks, each once, from "
+            f"0 to {last}. Write for example --ranks 0,1,2,3."
         )
     return {
         "ranks": list(ranks),
@@ -60,7 +62,7 @@ def list_collectives(cost: CostModel, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def tables_of_listing(listing: dict[str, Any], name: str) -> list[NarrowTable]:
-    """Return the listing as tables for a terminal."""
+    """Return the result of `list_collectives` as tables for a terminal; ``name`` is the cluster's name in the title."""
     title = f"{name}, {len(listing['ranks'])} ranks; low to high: 80 % interval; bytes of the full tensor"
     orders = [{**row, "ranks": _name_ranks(row["ranks"])} for row in listing["orders"]]
     tables = [

@@ -1,10 +1,10 @@
-"""Collectives measured on public machines, for nodes with the same device kind and link.
+"""Costs of collectives measured on public machines, for nodes with the same device kind and link.
 
 The document ``cost/models/nccl.json`` holds one `CollectiveModel` per device kind, fitted by
-`meshwright.validation.collectives` on groups inside one node. It is used for nodes whose link between devices
-has the measured bandwidth within `_SAME_LINK`; PCIe variants of a device use the datasheet. The user's machine is a
-different one, with another version of NCCL: the basis is "transferred", and the interval is widened by the error of
-predicting tables of a device from the device's other tables.
+`meshwright.validation.collectives` to groups inside one node. A model is used for nodes whose link between devices has
+the measured bandwidth, within 10 %. Nodes with the PCIe variant of a device use the datasheet instead. The user's
+machine may have another version of NCCL, so the basis is "transferred". The interval is widened by the error of
+predicting one table of measurements of a device from the device's other tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ _TRANSFERRED: tuple[Basis, ...] = ("transferred",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShippedKind:
-    """One device kind: bytes/s of the link inside the measured nodes, versions, hash of the fitted rows, the fit."""
+    """The measured collectives of one device kind.
+
+    ``link_bytes_per_s``: bandwidth of the link between devices of the measured nodes. ``software``: versions of the
+    measured software. ``rows_sha256``: hash of the rows of the fit.
+    """
 
     link_bytes_per_s: float
     software: tuple[str, ...]
@@ -44,7 +48,10 @@ class ShippedKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShippedCollectives:
-    """All kinds. ``elsewhere``: measured on another machine / predicted, for 80 % of held-out rows."""
+    """The shipped collective models of all measured device kinds.
+
+    ``elsewhere``: the interval of the factor measured / predicted on another machine, for 80 % of held-out rows.
+    """
 
     source: str
     elsewhere: Interval
@@ -53,13 +60,13 @@ class ShippedCollectives:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def find(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
-        """Return the model of the ranks' devices, if all are on one node with a measured kind and link."""
+        """Return the model for the ranks' devices; None unless all are on one node with a measured kind and link."""
         for kind, link in self._measured(cluster, ranks):
             return self.find_inside(kind.model.device, link)
         return None
 
     def find_inside(self, device: str, link: Link) -> CollectiveModel | None:
-        """Return the model of a device kind with this link inside a node, if such a link was measured."""
+        """Return the model of a device kind for this link between the devices of a node; None if not measured."""
         for kind in self.kinds:
             if kind.model.device != device:
                 continue
@@ -69,7 +76,10 @@ class ShippedCollectives:
         return None
 
     def find_faster(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
-        """Return the model of the ranks' devices, all on one node, if their link is slower than the measured one."""
+        """Return the model for the ranks' devices if all are on one node and their link is at most as fast as measured.
+
+        Returns None otherwise. The predictions of the model are lower bounds for the slower link.
+        """
         for kind, link in self._measured(cluster, ranks):
             if link.bandwidth_bytes_per_s < kind.link_bytes_per_s * (1 + _SAME_LINK):
                 return kind.model
@@ -84,14 +94,14 @@ class ShippedCollectives:
             yield from ((kind, link) for kind in self.kinds if {kind.model.device} == names)
 
     def widen(self, found: Predictions) -> Predictions:
-        """Return a model's predictions widened for another machine than the measured one."""
+        """Return a model's predictions with wider intervals, for a machine other than the measured one."""
         return widen(found, self.elsewhere)
 
 
 def widen(found: Predictions, elsewhere: Interval) -> Predictions:
-    """Return predictions of positive seconds as "transferred", with the interval of two independent errors.
+    """Return predictions of positive seconds with the basis "transferred" and wider intervals.
 
-    The squares of the logarithms add.
+    The error factors of ``found`` and ``elsewhere`` are taken as independent: the squares of their logarithms add.
     """
     high = np.hypot(np.log(found.high_s / found.seconds), np.log(elsewhere.high))
     low = np.hypot(np.log(found.low_s / found.seconds), np.log(elsewhere.low))
@@ -105,6 +115,6 @@ def widen(found: Predictions, elsewhere: Interval) -> Predictions:
 
 @cache
 def load_shipped() -> ShippedCollectives:
-    """Load the shipped models."""
+    """Load the shipped models of measured collectives."""
     with resources.as_file(resources.files("meshwright.cost") / "models" / "nccl.json") as path:
         return decode_document(ShippedCollectives, read_data(path), path.name)

@@ -1,13 +1,15 @@
-"""Compiled units: the kernels into which inductor fuses ops, forward and backward, and their memory traffic.
+"""Costs of compiled code: the kernels into which torch's inductor fuses ops, and the bytes that they read and write.
 
-    written_values      how an operator is decomposed, and the values of a unit, both passes
-    partition           which of them the backward recomputes; all steps for one unit
-    inductor_lowering   which of them are stored, and by which loops
-    fused_kernels       which of these are one kernel
+A unit is a range of ops that torch compiles together. The modules, in order:
+
+    written_values      decomposes each operator; lists the values of a unit's forward and backward
+    partition           chooses the values that the backward recomputes; runs all steps for one unit
+    inductor_lowering   chooses the values that are stored in memory, and the loops that compute them
+    fused_kernels       groups the loops into kernels
     unit_costs          seconds of the kernels
 
-Everything but the costs follows torch 2.13 (torch/_functorch/partitioners.py, torch/_inductor/graph.py, ir.py,
-scheduler.py), step by step, on values as coarse as ops need them.
+All modules except `unit_costs` follow torch 2.13 step by step (torch/_functorch/partitioners.py,
+torch/_inductor/graph.py, ir.py, scheduler.py), on values as coarse as the ops allow.
 """
 
 from meshwright.cost.fusion.fused_kernels import FusedKernel

@@ -1,10 +1,10 @@
 """Fusion of a unit's loops into kernels, as in inductor, and the memory traffic of such kernels.
 
-Two loops are fused if they iterate over the same elements (or one over the rows that the other sums) and share memory:
-one reads what the other writes, in the same order, and nothing runs between; or both read the same. Pairs that share
-the most are fused first, repeatedly until no pair is left (torch 2.13, torch/_inductor/scheduler.py, fuse_nodes;
-codegen/simd.py, codegen/cpp.py, can_fuse). On GPUs, sums over rows and over columns of the same large matrix are also
-one kernel (MixOrderReduction).
+Two loops are fused if they iterate over the same elements (or one iterates over the rows that the other sums) and share
+memory. Either one loop reads in the same order what the other writes, and nothing has to run between them; or both read
+the same buffer. Pairs that share the most bytes are fused first. This is repeated until no pair is left (torch 2.13,
+torch/_inductor/scheduler.py, fuse_nodes; codegen/simd.py, codegen/cpp.py, can_fuse). On GPUs, sums over rows and over
+columns of the same large matrix also become one kernel (MixOrderReduction).
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _MIXED_ELEMENTS, _MIXED_ROWS, _MIXED_RATIO, _MIXED_COLUMNS = 5 * 2**20, 4096, 2,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedKernel:
-    """One kernel of a pass: the ops and passes that are computed in it, in the order of the unit's ops.
+    """One kernel of a compiled unit's forward or backward, with the ops that it computes and its memory traffic.
 
-    ``members``: ops from the start of the unit, each with whether it is its backward (False in a kernel of the backward
-    means that it is recomputed). ``read``, ``written``: bytes that enter and leave, each tensor once. ``rows``:
-    elements of a row that it sums, 0 if none; ``columns``: columns of a matrix over whose ``summed`` rows it sums.
-    ``fresh``: bytes of ``read`` that the previous kernel has just written. ``narrow``: most bytes are of elements of
-    two bytes or less. ``extern``: not generated.
+    ``backward``: whether the kernel runs in the backward. ``members``: pairs (op, whether its backward is computed),
+    with ops counted from the start of the unit. A pair (op, False) in a kernel of the backward is a recomputed op.
+    ``read``, ``written``: bytes, each tensor counted once. ``fresh``: bytes of ``read`` that the previous kernel has
+    just written. ``narrow``: whether most bytes belong to elements of at most two bytes. ``rows``: length of the rows
+    that the kernel sums, 0 without row sums. ``columns``: number of columns that it sums over ``summed`` rows, 0
+    without column sums. ``extern``: whether it is a library's kernel, not one that inductor generates.
     """
 
     backward: bool
@@ -72,14 +73,17 @@ class _Group:
         self.scatters = any(loop.scatters for loop in loops)
 
     def dependencies(self) -> dict[Read, int]:
-        """Return everything that it reads or writes, with bytes."""
+        """Return the buffers that the kernel reads or writes, with bytes."""
         return {**self.reads, **self.writes}
 
 
 def fuse(
     values: Sequence[FusedValue], loops: list[Stored], kept: set[int], start: int, device: Device, *, backward: bool
 ) -> tuple[FusedKernel, ...]:
-    """Return the kernels of a pass in a possible order of execution; ``kept``: buffers that leave it."""
+    """Return the kernels into which the loops of a pass are fused, in a valid order of execution.
+
+    ``kept``: buffers that are needed after the pass. ``start``: index of the unit's first op in the graph.
+    """
     writers: dict[int, list[int]] = {}
     before: list[set[int]] = []
     for order, loop in enumerate(loops):

@@ -1,9 +1,9 @@
-"""Which values of a pass are stored, and what is computed for each: inductor's lowering.
+"""Inductor's lowering: which values of a pass are stored in memory, and the loop that computes each of them.
 
-A value made element by element is inlined into every reader, unless something needs it in memory: an extern kernel, an
-output of the unit, or a second reader of a value made from many tensors or by many operations (torch 2.13,
-torch/_inductor/graph.py, run_node; ir.py, should_realize_on_reuse). Reductions are always stored. Gradients of the
-parts of a tensor are each stored into their part of it.
+An element-wise value is computed inside every loop that reads it (inlined), with these exceptions, which are stored:
+inputs of extern (library) kernels, outputs of the unit, and values with several readers that are made from many tensors
+or by many operations (torch 2.13, torch/_inductor/graph.py, run_node; ir.py, should_realize_on_reuse). Reductions are
+always stored. The gradient of a part of a tensor is stored into that part of the tensor's gradient.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _IN_ROWS = frozenset({"rows", "groups", "pixels", "all"})
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stored:
-    """One loop: for each of ``numel`` elements over ``rnumel`` others, the values computed in it, reads and writes.
+    """One loop that stores values in memory: it makes ``numel`` elements, each reduced over ``rnumel`` elements.
 
-    Reads and writes are bytes; ``extern``: not generated. ``in_rows``: it sums over elements that are adjacent in
-    memory. ``counts``: elements of its inputs.
+    ``values``: values computed in the loop. ``reads``, ``writes``: bytes by buffer and view. ``extern``: whether it is
+    a library's kernel. ``in_rows``: whether it sums elements that are adjacent in memory. ``scatters``: whether it adds
+    elements at computed positions. ``counts``: the numbers of elements of its inputs.
     """
 
     values: set[int]
@@ -69,10 +70,10 @@ def lower(
     device: Device,
     outputs: Collection[int] = (),
 ) -> tuple[list[Stored], set[int]]:
-    """Return the loops of a pass that makes the values of ``order`` from the ``given`` ones; ``yielded`` ones leave it.
+    """Return the loops of a pass (forward or backward), and the buffers of the values that are needed after it.
 
-    ``outputs``: those of them whose memory order inductor may not choose. Also returns the buffers of what leaves the
-    pass.
+    The pass makes the values ``order``, in this order, from the ``given`` values in memory. ``yielded``: values that
+    are needed after the pass. ``outputs``: those of ``yielded`` whose memory order inductor may not choose.
     """
     lowering = _Lowering(values, order, yielded, device, outputs)
     for index in given:

@@ -1,9 +1,10 @@
-"""`fuse_unit`: the kernels of ops compiled together; `kept_values`: the values kept for the backward, not recomputed.
+"""The kernels of ops that are compiled together (`fuse_unit`), and the values saved for their backward (`kept_values`).
 
-The choice is a minimum cut of the bytes kept. Values that only the backward makes are on one side. To cut another
-value costs its bytes, weighted by its distance from the backward, and doubled if it would not be stored anyway. What
-inductor does not compute twice is never on the backward's side: products, reductions, what the backward stores, and
-what is read on both sides of such values (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
+The backward recomputes all values that are not saved. As in torch, the saved values are a minimum cut of the graph of
+values, between the forward and the values that only the backward makes. Cutting at a value costs its bytes, weighted by
+its distance from the backward, and doubled if the value would not be stored otherwise. Some values are never
+recomputed: products, large reductions, values that the backward stores, and values that are read before and after such
+a value (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _REDUCES, _FARTHER, _FARTHEST = 4, 1.1, 100
 
 
 def kept_values(written: Written) -> set[int]:
-    """Return the values that are kept for the backward, including parameters and inputs of the unit."""
+    """Return the indices of the values that are saved for the backward, including parameters and inputs of the unit."""
     return _Cut(written).solve()
 
 
@@ -74,7 +75,7 @@ class _Cut:
                 self.distance[index] = min((self.distance[user] + 1 for user in self.users[index]), default=_FAR)
 
     def solve(self) -> set[int]:
-        """Return the values cut."""
+        """Return the indices of the values at which the minimum cut runs."""
         flow = Flow(2 * len(self.values) + 2)
         source, sink = 2 * len(self.values), 2 * len(self.values) + 1
         banned = self._banned()
@@ -165,7 +166,7 @@ class _Cut:
 
 
 class Flow:
-    """Maximum flow by shortest augmenting paths (Dinic)."""
+    """A directed graph with edge capacities, for a maximum flow by shortest augmenting paths (Dinic's algorithm)."""
 
     def __init__(self, num_nodes: int) -> None:
         self.edges: list[list[int]] = [[] for _ in range(num_nodes)]
@@ -173,14 +174,14 @@ class Flow:
         self.left: list[float] = []
 
     def add(self, start: int, end: int, capacity: float) -> None:
-        """Add an edge and its reverse."""
+        """Add an edge with a capacity, and the reverse edge with capacity 0."""
         for origin, target, amount in ((start, end, capacity), (end, start, 0.0)):
             self.edges[origin].append(len(self.to))
             self.to.append(target)
             self.left.append(amount)
 
     def cut(self, source: int, sink: int) -> set[int]:
-        """Return the nodes from which the sink can still be reached after a maximum flow."""
+        """Return the nodes on the sink's side of a minimum cut: those that reach the sink after a maximum flow."""
         while (levels := self._levels(source, sink)) is not None:
             places = [0] * len(self.edges)
             while self._push(source, sink, levels, places):
@@ -233,7 +234,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedUnit:
-    """The kernels of a unit in launch order, forward and backward."""
+    """The kernels of ops that are compiled together, forward and backward, each in launch order."""
 
     forward: tuple[FusedKernel, ...]
     backward: tuple[FusedKernel, ...]
@@ -249,7 +250,10 @@ def fuse_unit(
     later: frozenset[int],
     device: Device = "cuda",
 ) -> FusedUnit:
-    """Return the kernels of ops ``start:stop`` compiled together. ``later``: their tensors that other ops read."""
+    """Return the kernels of the ops ``start:stop`` of a graph, compiled together.
+
+    ``later``: ids of tensors made by these ops that ops after ``stop`` or the graph's outputs need.
+    """
     written = write_unit(graph, start, stop, batch_size, numbers, widths, later, device)
     values, late, leaving = written.values, written.is_late(), written.forward_yields
     kept = kept_values(written) if written.backward_yields else set()

@@ -1,16 +1,19 @@
-"""Seconds of the ops of a graph with compiled layers: each kernel's time is charged to one of its ops.
+"""Seconds of the ops of a graph with compiled layers: the time of each kernel is charged to one of its ops.
 
-In the forward this is its last op, in the backward the one that comes first in the graph, so that the ends of units
-include everything before; other ops of a kernel take no time. Extern kernels take the time of their ops.
+In the forward, the time of a kernel is charged to its last op; in the backward, to its op that comes first in the
+graph. So the time is complete at the end of a unit. The other ops of the kernel take no time. Extern (library) kernels
+take the time of their ops. Generated kernels:
 
-    on GPUs       generated kernels at the fitted rates of torch's kernels (`cost.gpu.gpu_products`): kernels with row
-                  sums like the forward of a norm or a softmax with such rows; sums of columns at the rate of the
-                  longest rows, because inductor splits them until they fill the device, and a small kernel adds the
-                  parts; all others like element-wise ops
-    elsewhere     the time of the kernel's ops on their own, times its bytes over their bytes; an op in several kernels
-                  is divided by their bytes, and an op with extern kernels is charged to those
+    on GPUs       the fitted rates of torch's kernels (`cost.gpu.gpu_products`): kernels with row sums take the rate of
+                  a norm's or a softmax's forward with such rows; kernels with column sums take the rate of the longest
+                  rows, because inductor splits them until they fill the device, plus a small kernel that adds the
+                  parts; all others take the rate of element-wise ops
+    elsewhere     the time of the kernel's ops when they run alone, times the kernel's bytes / the bytes of these ops;
+                  the time of an op in several kernels is divided in proportion to their bytes; an op with extern
+                  kernels is charged to these
 
-Gradients that compiled units pass to each other, or to parameters in a wider type, are added and converted as usual.
+Adding gradients across compiled units, and converting gradients of parameters to a wider type, costs the same as
+without compilation.
 """
 
 from __future__ import annotations
@@ -46,10 +49,11 @@ _COLUMNS_EACH, _LEAST_SPLIT = 64, 128
 
 
 class ClassCosts(NamedTuple):
-    """For each class of ops: its cost when it runs alone, and the cost of its extern kernels.
+    """Costs of each class of equal ops, with one entry per class in each field.
 
-    ``widened``: cost of copying its gradients of parameters to a wider type; ``issued``: seconds of the host;
-    ``measured``: whether its cost is from a measurement or a trace.
+    ``alone``: cost without compilation. ``dense``: cost of the extern (library) kernels. ``widened``: cost of copying
+    parameter gradients to a wider type, None without copies. ``issued``: seconds in which the host issues the op; empty
+    on CPUs. ``measured``: whether the cost comes from a measurement or a trace.
     """
 
     alone: Sequence[OpCost]
@@ -61,14 +65,17 @@ class ClassCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCosts:
-    """Costs of all ops, and the host's seconds for them; empty for a device that is its own host."""
+    """Costs of all ops of a graph; ``issued``: seconds in which the host issues each op, empty on CPUs."""
 
     costs: list[OpCost]
     issued: list[RooflineSeconds]
 
 
 class UnitEstimator:
-    """Estimates all ops of a graph with compiled layers. ``types``: the type in which each class computes."""
+    """An estimator of the costs of all ops of a graph with compiled layers.
+
+    ``known``: costs of classes of equal ops. ``types``: the data type in which each class computes.
+    """
 
     def __init__(
         self,
@@ -97,14 +104,14 @@ class UnitEstimator:
         self.units: dict[Hashable, FusedUnit] = {}
 
     def estimate_all(self) -> CompiledCosts:
-        """Return the costs of all units, and of ops outside of units."""
+        """Return the costs of all ops, inside and outside of compiled units."""
         for start, stop in compiled_units(self.graph):
             if all(op.phase == "forward" for op in self.graph.ops[start:stop]):
                 self.estimate(start, stop)
         return CompiledCosts(costs=self.costs, issued=self.issued)
 
     def estimate(self, start: int, stop: int) -> None:
-        """Estimate the ops of one unit."""
+        """Compute the costs of the ops ``start:stop`` (one compiled unit); store them in ``costs`` and ``issued``."""
         unit = self._fused(start, stop)
         dense = {
             (op, kernel.backward)
@@ -172,18 +179,18 @@ class UnitEstimator:
         return op_cost_around(passes, interval, basis)
 
     def bytes_alone(self, index: int, *, backward: bool) -> float:
-        """Return the bytes that an op moves in a pass if it is not compiled."""
+        """Return the bytes that an op reads and writes in its forward or backward if it is not compiled."""
         op = self.graph.ops[index]
         passes = passes_of(self.graph, op, self.batch_size, self.types[self.of[index]])
         return passes.backward.num_bytes if backward else passes.forward.num_bytes
 
     def is_measured(self, kernel: FusedKernel, start: int) -> bool:
-        """Return whether all ops of a kernel's pass were measured."""
+        """Return whether all ops that a kernel computes were measured; recomputed ops are not considered."""
         own = [op for op, backward in kernel.members if backward == kernel.backward]
         return bool(own) and all(self.known.measured[self.of[start + op]] for op in own)
 
     def launched(self, kernel: FusedKernel, start: int) -> OpCost:
-        """Return the cost of a generated kernel on a GPU."""
+        """Return the cost of a generated kernel on a GPU; ``start``: index of the unit's first op."""
         width, hot = 2 if kernel.narrow else 4, kernel.fresh
         cold = kernel.read + kernel.written - hot
         launches = [Launch(sort="pointwise", width=width, cold=cold, hot=hot)]

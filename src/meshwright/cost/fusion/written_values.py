@@ -1,8 +1,9 @@
-"""Decompose a unit (`write_unit`): the values that its ops make one after the other, forward and backward.
+"""The decomposition of a compiled unit (`write_unit`): the values that its ops make in order, forward and backward.
 
-`Maker` makes the values of one operator by its rule in the table ``rules.toml`` (`fusion_rules`). Autograd runs
-backwards in the reverse order of the ops and adds the gradients of tensors with several readers. Casts of autocast are
-values like others. An operator without a rule is one kernel per pass, which makes all outputs.
+A value is a tensor inside the unit. `Maker` makes the values of one operator by its rule in the table ``rules.toml``
+(`fusion_rules`). As in autograd, the backward visits the ops in reverse order and adds the gradients of tensors with
+several readers. The casts of autocast are values, too. An operator without a rule is one kernel in the forward and one
+in the backward; each makes all outputs.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ IMAGE_DIMS = 4
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FusedValue:
-    """A value: the op and pass that make it (``op`` -1: none), how, from what, and its size.
+    """One tensor inside a compiled unit, and how it is made.
 
-    ``shape`` has elements of ``width`` bytes; ``ops`` counts the operations per element; ``heavy`` ones are not
-    repeated on CPUs.
+    ``op``: index of the op that makes the value, -1 for inputs and for sums of gradients; ``backward``: whether the
+    op's backward makes it. ``sort``: the kind of computation, as in the rules, such as "point" or "rows". ``inputs``:
+    indices of the values from which it is made. ``width``: bytes per element. ``ops``: operations per element.
+    ``heavy``: costly operations, which are not repeated on CPUs. ``turn``: for a view, the order in which it reads
+    memory. ``parameter``: whether it is a parameter, buffer or constant.
     """
 
     op: int
@@ -62,20 +66,21 @@ class FusedValue:
 
     @property
     def elements(self) -> int:
-        """The number of elements."""
+        """Number of elements of the value."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes."""
+        """Number of bytes of the value."""
         return self.elements * self.width
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Written:
-    """The values of a unit in order, first ``num_forward`` of the forward, and those that leave each pass.
+    """The values of a compiled unit, in an order in which each value is made from earlier ones.
 
-    Each value is made from earlier ones.
+    The first ``num_forward`` values are those of the forward. ``forward_yields``, ``backward_yields``: indices of the
+    values that are needed after the forward and after the backward.
     """
 
     values: list[FusedValue] = field(default_factory=list)
@@ -84,7 +89,7 @@ class Written:
     backward_yields: list[int] = field(default_factory=list)
 
     def is_late(self) -> list[bool]:
-        """Return, for every value, whether it depends on gradients that enter the unit."""
+        """Return, for every value, whether it depends on a gradient that is passed into the unit."""
         late: list[bool] = []
         for value in self.values:
             given = value.sort == "given" and value.backward
@@ -94,7 +99,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionRule:
-    """A row of the table, as text."""
+    """One rule of ``rules.toml``: operator ``names``, separated by spaces, and their values as assignments (text).
+
+    An empty ``backward`` has no values.
+    """
 
     names: str
     forward: str
@@ -103,7 +111,12 @@ class FusionRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleValue:
-    """One value of a rule: its sort, its inputs (names, or values without a name), and its options."""
+    """One value in a rule of ``rules.toml``.
+
+    ``inputs``: names of values, or nested values without a name. ``like``: name of the value or tensor whose shape and
+    type it has, "" for none. ``ops``: operations per element. ``num_bytes``: bytes per element, 0 for those of the
+    inputs. ``heavy``: costly operations, which are not repeated on CPUs.
+    """
 
     sort: str
     inputs: tuple[str | RuleValue, ...]
@@ -118,9 +131,10 @@ Steps = tuple[tuple[str, RuleValue], ...]
 
 @cache
 def fusion_rules() -> dict[str, tuple[Steps, Steps]]:
-    """Return the values of the forward and of the backward of every operator in the table, by name, in order.
+    """Return the rules of ``rules.toml`` by operator name: the values of its forward, and those of its backward.
 
-    A rule is the decomposition that torch applies before fusion.
+    A rule is the decomposition of the operator that torch applies before fusion. Its values are pairs (name, value) in
+    the order in which they are made.
     """
     with resources.as_file(resources.files("meshwright.cost.fusion") / "rules.toml") as path:
         rows = decode(tuple[FusionRule, ...], read_data(path)["rules"], path.name)
@@ -137,7 +151,9 @@ def _steps(text: str) -> Steps:
 
 def _made(node: ast.expr) -> RuleValue:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise TypeError(f"a rule of fusion has {ast.unparse(node)!r}; expected a value such as point(x0, x1)")
+        raise TypeError(
+            f"A rule of cost/fusion/rules.toml contains {ast.unparse(node)!r}; expected a value such as point(x0, x1)."
+        )
     options = {word.arg: word.value for word in node.keywords}
     like, number = options.get("like"), {key: ast.literal_eval(options[key]) for key in options if key != "like"}
     return RuleValue(
@@ -160,7 +176,7 @@ _OF_FIRST = frozenset({"scatter", "adding"})
 
 
 class Maker:
-    """Collects a unit's values: applies the rules of each op, forward or backward, and appends the results."""
+    """A collector of a unit's values: it applies the rule of an op's forward or backward and appends the values."""
 
     def __init__(self) -> None:
         self.values: list[FusedValue] = []
@@ -169,7 +185,7 @@ class Maker:
         self.shapes: dict[str, tuple[Shape, int]] = {}
 
     def run(self, steps: Steps, names: dict[str, int]) -> None:
-        """Make the values of a rule, adding to ``names``; values whose inputs are missing are skipped."""
+        """Make the values of a rule and add them to ``names`` (name to index); skip values whose inputs are missing."""
         for name, made in steps:
             value = self._make(made, names)
             if value is not None:
@@ -210,7 +226,10 @@ class Maker:
         return shape, made.num_bytes or width
 
     def reduce(self, sort: str, value: int, shape: Shape, width: int = 0) -> int:
-        """Return a value summed to a shape; the value itself if it has that size already."""
+        """Return the index of ``value`` summed to a shape; if the numbers of elements are equal, of itself or a view.
+
+        ``width``: bytes per element of the sum; 0 for those that torch uses.
+        """
         given = self.values[value]
         if math.prod(shape) == given.elements:
             return value if given.shape == shape else self.add("view", (value,), shape, given.width)
@@ -228,7 +247,7 @@ class Maker:
         heavy: bool = False,
         turn: Turn = (),
     ) -> int:
-        """Add a value of the present op and pass; return its number."""
+        """Append a value, made by the current op (``self.op``, ``self.backward``), and return its index."""
         value = FusedValue(
             op=self.op,
             backward=self.backward,
@@ -244,16 +263,16 @@ class Maker:
         return len(self.values) - 1
 
     def as_wide(self, value: int, width: int) -> int:
-        """Return the value in a type of ``width`` bytes: itself, or converted."""
+        """Return the index of the value with elements of ``width`` bytes: itself, or a converted copy."""
         given = self.values[value]
         return value if given.width == width else self.add("point", (value,), given.shape, width)
 
     def view(self, value: int, shape: Shape, turn: Turn = ()) -> int:
-        """Return a view of a value, in another order if there is a turn."""
+        """Append a view of a value and return its index; ``turn``: its order, if it differs from the memory order."""
         return self.add("turned" if turn else "view", (value,), shape, self.values[value].width, turn=turn)
 
     def turns_of(self, value: int) -> list[Turn]:
-        """Return the turns of a value's views of views; equal neighbours cancel out."""
+        """Return the changes of order (turns) of the views on which a value is based; equal neighbours cancel out."""
         chain = [value]
         while self.values[chain[-1]].sort in VIEWS:
             chain.append(self.values[chain[-1]].inputs[0])
@@ -267,7 +286,7 @@ class Maker:
         return turns
 
     def base(self, value: int) -> int:
-        """Return the value that a view is based on."""
+        """Return the index of the value that a view, or a view of a view, is based on; for other values, itself."""
         while self.values[value].sort in VIEWS:
             value = self.values[value].inputs[0]
         return value
@@ -324,7 +343,10 @@ def write_unit(
     later: frozenset[int],
     device: Device = "cuda",
 ) -> Written:
-    """Return the decomposition of ops ``start:stop``; ``later``: their tensors that other ops read."""
+    """Return the values of the ops ``start:stop``, compiled together for a device.
+
+    ``later``: ids of tensors made by these ops that ops after ``stop`` or the graph's outputs need.
+    """
     writer = _Writer(graph, batch_size, numbers, widths, device)
     for op in range(start, stop):
         writer.forward(op)
@@ -365,7 +387,7 @@ class _Writer(Maker):
         self._copies: dict[tuple[str, int], int] = {}
 
     def forward(self, index: int) -> None:
-        """Decompose the forward of an op."""
+        """Append the values of an op's forward."""
         op = self.graph.ops[index]
         self.op, self.backward = index, False
         names = self._inner[index] = self._inputs(op)
@@ -388,7 +410,7 @@ class _Writer(Maker):
         self.updated += [names[name] for name in ("u3", "u4") if name in names]
 
     def run_backward(self, index: int) -> None:
-        """Decompose the backward of an op, if it receives a gradient and an input needs one."""
+        """Append the values of an op's backward, if an output has a gradient and an input needs one."""
         op = self.graph.ops[index]
         found = {place: self._sum(self.gradients.pop(i)) for place, i in enumerate(op.outputs) if i in self.gradients}
         wanted = [place for place, i in enumerate(op.inputs) if self.graph.tensors[i].requires_grad]
@@ -414,11 +436,11 @@ class _Writer(Maker):
             self.gradients.setdefault(i, []).append(own)
 
     def leave(self) -> list[int]:
-        """Return the gradients of the unit's inputs."""
+        """Return the indices of the gradients of the unit's inputs."""
         return [self._sum(values) for values in self.gradients.values()]
 
     def given(self, tensor: int, *, backward: bool = False) -> int:
-        """Add a tensor, or its gradient, that comes from outside."""
+        """Append a tensor, or its gradient, that is passed into the unit, and return its index."""
         shape, width = self._sizes_of(tensor)
         held = self.graph.tensors[tensor].role in ("parameter", "buffer", "constant")
         self.values.append(

@@ -1,1 +1,1 @@
-"""Seconds of the kernels that torch launches on a CUDA device, except products: fitted to ops measured alone."""
+"""Seconds of the kernels that torch launches on a CUDA device, except products, fitted to separately measured ops."""

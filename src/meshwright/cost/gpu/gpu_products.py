@@ -1,14 +1,14 @@
 """Fitted figures of a GPU: corrections of the product predictor (`cost.kernels`), and rates of memory-bound kernels.
 
 alignment     tensor cores of 2-byte types load 16 bytes at a time. If a row of a factor or of the result is not a
-              multiple of that, cuBLAS uses older kernels, whose rate per multiprocessor and cycle is limited by their
-              loads: twice as wide loads, twice the rate. The rate depends on which of the two is odd
-float32       without tensor cores, not among the rows of the predictor: a fitted factor for single products, another
-              for batched ones
-convolutions  estimated as implicit GEMMs, times a factor by the number of places of an image, for point and for window
-              kernels: cuDNN computes with channels last, and reorders tensors with channels first except for point
-              kernels with aligned rows of places (multiples of 8)
-others        `GpuModel`: seconds of memory-bound kernels by their sort and width
+              multiple of 16 bytes, cuBLAS uses older kernels. Their rate per multiprocessor and cycle is proportional
+              to the width of their loads, and depends on whether the factor or the result is not aligned
+float32       products without tensor cores, which the predictor was not fitted on: one fitted factor for single
+              products, another for batched products
+convolutions  estimated as implicit GEMMs, times a factor by the number of positions (pixels) of the output, for 1x1
+              (point) and larger (window) kernels. cuDNN computes with channels last, and reorders tensors with channels
+              first, except for 1x1 kernels if the number of positions is a multiple of 8
+others        `GpuModel`: seconds of memory-bound kernels by their sort and bytes per element
 
 Fitted to products, their two gradients, convolutions and other kernels measured on one H100 (`scripts/gpu_fit.py`).
 """
@@ -38,11 +38,13 @@ _ALIGNED_PLACES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRates:
-    """Fitted corrections of predicted products.
+    """Fitted corrections of predicted matrix products and convolutions.
 
-    ``odd_input``, ``odd_output``: FLOPs per multiprocessor and cycle, per element of alignment. ``float32``,
-    ``float32_many``: measured over predicted seconds. ``places``: the numbers of places of an image, ascending, at
-    which the factors of convolutions ``point`` and ``window`` were fitted, by bytes of an element ("2", "4").
+    ``odd_input``, ``odd_output``: FLOPs per multiprocessor and cycle, per element of alignment, if the factors or the
+    result are not aligned. ``float32``, ``float32_many``: measured / predicted seconds of a single product and of a
+    batched one. ``places``: numbers of output positions (pixels) of the fitted convolutions, ascending. ``point``,
+    ``window``: measured / predicted seconds at these numbers for 1x1 and larger kernels, by bytes of an element ("2",
+    "4").
     """
 
     odd_input: float
@@ -54,23 +56,26 @@ class ProductRates:
     window: dict[str, tuple[float, ...]]
 
     def convolution_factor(self, places: float, dtype: str, *, is_point: bool) -> float:
-        """Return measured over predicted seconds of a convolution whose output has this number of places."""
+        """Return measured / predicted seconds of a convolution whose output has ``places`` positions (pixels).
+
+        ``is_point``: whether its kernel is 1x1.
+        """
         factors = (self.point if is_point else self.window)["2" if ARITHMETIC_BYTES.get(dtype) == 2 else "4"]
         if is_point and places % _ALIGNED_PLACES == 0:
             places = max(places, self.places[2])
         return between(math.log(max(places, 1.0)), [math.log(place) for place in self.places], factors)
 
     def float32_factor(self, count: float) -> float:
-        """Return measured over predicted seconds of ``count`` products in float32, if the rows contained none."""
+        """Return measured / predicted seconds of a batch of ``count`` float32 products, if none were in the fit."""
         return self.float32_many if count > 1 else self.float32
 
     def least_seconds(
         self, sizes: tuple[float, float, float, float], dtype: str, kind: DeviceKind, *, backward: bool
     ) -> float:
-        """Return the least seconds of ``count`` products of (m, k) by (k, n); ``sizes`` is (m, n, k, count).
+        """Return a lower bound, in seconds, for ``count`` unaligned products of (m, k) by (k, n); 0 if aligned.
 
-        In a forward, rows of the result have n elements, those of the factors k. For the gradients of a layer it is the
-        reverse: ``backward`` with the sizes of the forward.
+        ``sizes`` is (m, n, k, count), that of the forward. In the forward, rows of the factors have k elements and rows
+        of the result n; in the ``backward`` it is the reverse.
         """
         if ARITHMETIC_BYTES.get(dtype) != 2:
             return 0.0
@@ -86,12 +91,12 @@ class ProductRates:
 
 
 def alignment(row: float) -> int:
-    """Return the largest power of two, up to a load, that divides a row's number of 2-byte elements."""
+    """Return the largest power of two, at most 8, that divides the number of 2-byte elements of a row."""
     return math.gcd(round(row), _LOAD_BYTES // 2)
 
 
 def between(at: float, places: list[float], values: tuple[float, ...]) -> float:
-    """Interpolate linearly between ascending places; beyond them, return the nearest value."""
+    """Interpolate linearly at ``at``, between ``values`` at ascending ``places``; beyond an end, return its value."""
     if at <= places[0]:
         return values[0]
     for index in range(1, len(places)):
@@ -110,7 +115,11 @@ _WIDTHS = (2, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One kernel: its sort, bytes of an element, elements of a row, bytes that it moves, and turns."""
+    """One memory-bound kernel: its ``sort``, such as "pointwise" or "softmax", and its work.
+
+    ``width``: bytes of an element. ``row``: elements of a row. ``cold``: bytes read or written, without ``hot``: bytes
+    read that the previous kernel has just written. ``turns``: sequential steps of one multiprocessor.
+    """
 
     sort: str
     width: int = 4
@@ -122,7 +131,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The fit of a sort and width: ``shares`` belong to ``rows``, ascending; seconds at the fitted clock."""
+    """The fitted speed of one sort of kernel for one element width.
+
+    ``fixed_s``: seconds of every kernel. ``shares``: shares of the memory bandwidth (0..1) for rows of the lengths
+    ``rows``, ascending. ``cached``: how many times as fast data in the L2 cache is read. ``turn_s``: seconds of a
+    sequential step at the clock of the fit.
+    """
 
     fixed_s: float
     rows: tuple[int, ...]
@@ -131,7 +145,7 @@ class Rate:
     turn_s: float
 
     def share(self, row: int) -> float:
-        """Return the share of the bandwidth for rows of a length."""
+        """Return the share (0..1) of the memory bandwidth for rows of ``row`` elements."""
         if len(self.rows) == 1:
             return self.shares[0]
         if row < self.rows[0]:
@@ -162,10 +176,12 @@ class Rate:
 # datasheet stay.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
-    """Fitted rates by sort and width (``pointwise/2``), the device and clock of the fit, and intervals.
+    """The fitted speeds of kernels on one GPU, which also serve as estimates for other GPUs.
 
-    ``optimizer_shares``: shares of the bandwidth in optimizer steps, by bytes of a state ("2", "4"). ``regressed``: the
-    interval of held-out kernels on that device; ``transferred``: the assumed interval for other devices.
+    ``device``, ``clock_hz``: the GPU of the fit and its clock. ``rates``: by sort of kernel and bytes of an element,
+    such as "pointwise/2". ``optimizer_shares``: shares of the memory bandwidth (0..1) in optimizer steps, by bytes of a
+    state ("2", "4"). ``regressed``: interval of held-out kernels on the GPU of the fit; ``transferred``: assumed
+    interval on other devices.
     """
 
     device: str
@@ -179,32 +195,32 @@ class GpuModel:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def rate(self, sort: str, width: int) -> Rate:
-        """Return the rate of a sort for elements of a width in bytes."""
+        """Return the rate of a sort of kernel for elements of ``width`` bytes; the nearest fitted width is used."""
         return self.rates[f"{sort}/{_WIDTHS[width > _WIDTHS[0]]}"]
 
     def optimizer_share(self, width: int) -> float:
-        """Return the share of the bandwidth in optimizer steps with states of this width in bytes."""
+        """Return the share (0..1) of the memory bandwidth in optimizer steps with states of ``width`` bytes."""
         return self.optimizer_shares["2" if width == 2 else "4"]
 
     def basis_on(self, kind: DeviceKind) -> tuple[Basis, Interval]:
-        """Return the basis of a cost on a device, and its interval."""
+        """Return the basis and the interval of costs on a device kind: "regressed" on the GPU of the fit."""
         if kind.usual_name == self.device:
             return "regressed", self.regressed
         return "transferred", self.transferred
 
     def seconds(self, launches: Iterable[Launch], kind: DeviceKind) -> float:
-        """Return the seconds of kernels, one after the other, on a device with a known cache and clock."""
+        """Return the seconds of kernels that run one after the other on a device kind with known cache and clock."""
         rates = ((self.rate(launch.sort, launch.width), launch) for launch in launches)
         return sum(launch_seconds(rate, launch, kind, self.clock_hz) for rate, launch in rates)
 
 
 def is_modelled(kind: DeviceKind) -> bool:
-    """Return whether this model estimates a device's kernels: its datasheet is that of a GPU with float16."""
+    """Return whether `GpuModel` applies to a device kind: a GPU with a float16 rate and known multiprocessors."""
     return is_tiled(kind) and "float16" in kind.peak_flops_per_s
 
 
 def launch_seconds(rate: Rate, launch: Launch, kind: DeviceKind, clock_hz: float) -> float:
-    """Return the seconds of one kernel at a rate that was fitted at a clock."""
+    """Return the seconds of one kernel on a device kind, by a rate that was fitted at the clock ``clock_hz`` (Hz)."""
     moved = launch.cold + launch.hot
     held = 1 / (1 + (moved / (_FITS * kind.cache_bytes)) ** _SLOPE)
     read = launch.cold + launch.hot * (1 - held + held / rate.cached)
@@ -215,6 +231,6 @@ def launch_seconds(rate: Rate, launch: Launch, kind: DeviceKind, clock_hz: float
 
 @cache
 def shipped_gpu() -> GpuModel:
-    """Load the shipped model."""
+    """Load the shipped model of a GPU's kernels."""
     with resources.as_file(resources.files("meshwright.cost") / "models" / "gpu.json") as path:
         return decode_document(GpuModel, read_data(path), path.name)

@@ -1,21 +1,22 @@
 """Kernels and seconds of ops on a CUDA device: `launches_of`, `attention_seconds`, and `estimate_launches` for a graph.
 
-`launches_of` gives the kernels that torch launches, without products and attention, counted from what torch runs (torch
-2.11 and 2.13, derivatives.yaml and aten/src/ATen/native/cuda):
+`launches_of` returns the kernels that torch launches for an op, without products and attention (counted in the sources
+of torch 2.11 and 2.13, derivatives.yaml and aten/src/ATen/native/cuda):
 
-    layer_norm, rms_norm    one kernel per pass; the backward's also sum the gradients of the weights
-    batch_norm              a block per channel sums it up, then one kernel writes; the backward does both in one
-    cross_entropy_loss      log_softmax and nll_loss; the backward fills zeros for nll_loss, then that of log_softmax
-    embedding               rows are copied; the backward fills zeros, then adds rows: up to 3,072 by a block that
-                            processes all, more after a sort (Embedding.cu)
+    layer_norm, rms_norm    one kernel per pass; that of the backward also sums the gradients of the weights
+    batch_norm              one block per channel sums it, then one kernel writes the output; in the backward one kernel
+                            does both
+    cross_entropy_loss      log_softmax and nll_loss; the backward fills zeros for nll_loss, then runs log_softmax's
+    embedding               rows are copied; the backward fills zeros, then adds rows: up to 3,072 rows without sorting,
+                            more rows after a sort (Embedding.cu)
     dropout                 writes a mask of a byte per element; the backward multiplies the gradient with the mask
     max_pool2d              each output searches its window; in the backward each input searches its windows
     linear with a bias      the bias is added by the product; its gradient is a sum over rows
     convolutions            a bias is added by a separate kernel
     recurrent layers        after the products of a time step one kernel makes its states
 
-Everything else reads and writes once per gradient, as counted by `cost.work`. A kernel finds in the cache what the
-previous one wrote: the first input, or the gradient of the output.
+For all other ops, one kernel in the forward and one per gradient reads and writes the bytes that `cost.work` counts. A
+kernel reads from the cache what the previous kernel wrote: the first input, or the gradient of the output.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ _WIDEST = 256
 
 
 def kernel_of(graph: Graph, op: Op, call: OpCall, dtype: str, kind: DeviceKind, software: Software = PYTORCH) -> str:
-    """Return the kernel that the software uses: cudnn, flash, flash 8, efficient or math."""
+    """Return the attention kernel that the software uses: "cudnn", "flash", "flash 8", "efficient" or "math".
+
+    "flash 8" is FlashAttention on devices of compute capability below 9; "efficient" is CUTLASS's kernel.
+    """
     if len(op.inputs) > _NUM_UNMASKED:
         mask = graph.tensors[op.inputs[_NUM_UNMASKED]]
         if mask.requires_grad and mask.storage != op.inputs[_NUM_UNMASKED]:
@@ -115,7 +119,10 @@ def kernel_of(graph: Graph, op: Op, call: OpCall, dtype: str, kind: DeviceKind, 
 def attention_seconds(
     graph: Graph, op: Op, call: OpCall, dtype: str, kind: DeviceKind, *, trained: bool, software: Software = PYTORCH
 ) -> RooflineSeconds:
-    """Return the seconds of one attention; ``call``: its sizes."""
+    """Return the seconds of one `scaled_dot_product_attention`, forward and, if ``trained``, backward.
+
+    ``call``: its sizes; ``dtype``: the type in which it computes.
+    """
     query, keys = call.shapes[0], call.shapes[1][-2]
     heads, width = math.prod(query[:-2]), query[-1]
     causal = call.attributes.get("is_causal") == "True"
@@ -166,22 +173,23 @@ _LEAST_BLOCKS, _MOST_BLOCKS = 1, 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """The kernels of an op's passes."""
+    """The kernels that torch launches in an op's forward and in its backward, in order."""
 
     forward: tuple[Launch, ...] = ()
     backward: tuple[Launch, ...] = ()
 
 
 def copied(elements: float, read: int, written: int) -> Launch:
-    """Return the kernel that copies to another type: ``read`` and ``written`` are bytes of an element."""
+    """Return the kernel that copies a tensor to another type; ``read``, ``written``: bytes of an element of each."""
     sort = "widening" if written > read else "pointwise"
     return Launch(sort=sort, width=max(read, written), cold=elements * written, hot=elements * read)
 
 
 def sum_of(elements: float, width: int) -> Launch:
-    """Return the kernel that adds a tensor that was just computed to an existing one.
+    """Return the kernel that adds a tensor that was just computed to an existing tensor.
 
-    The first is read from the cache, the other is read from and written to memory.
+    The new tensor is read from the cache; the existing one is read from memory, and the sum is written to memory.
+    ``width``: bytes of an element.
     """
     return Launch(sort="pointwise", width=width, cold=2.0 * elements * width, hot=elements * width)
 
@@ -189,9 +197,9 @@ def sum_of(elements: float, width: int) -> Launch:
 def launches_of(
     graph: Graph, op: Op, batch_size: int, key: str, passes: Passes, widths: Widths, num_multiprocessors: int
 ) -> Launched:
-    """Return the kernels of an op, without products and attention.
+    """Return the kernels that torch launches for an op, without products and attention.
 
-    ``key``: its key in the measurement table. ``passes``: the work counted for its operator.
+    ``key``: the op's key in the measurement table. ``passes``: the counted work of its forward and backward.
     """
     call = read_call(key)
     operator = find_operator(call.operator, call.attributes, call.dtypes) if call is not None else None
@@ -236,21 +244,21 @@ class _Counted:
         self.width = self.out_widths[0] if self.out_widths else 4
 
     def is_cast(self) -> bool:
-        """Return whether the op, a view if all values have one type, converts its input."""
+        """Return whether the op converts its input to another type."""
         return bool(self.in_widths and self.out_widths) and self.in_widths[0] != self.width
 
     def casts(self) -> tuple[Launch, Launch]:
-        """Return the conversion and that of the gradient."""
+        """Return the kernel that converts the input, and the one that converts its gradient."""
         elements, own = self.in_elements[0], self.in_widths[0]
         return copied(elements, own, self.width), copied(elements, self.width, own)
 
     def given(self, place: int = 0) -> float:
-        """Return the bytes of an input."""
+        """Return the bytes of the input at position ``place``; 0 if it is missing."""
         return float(self.in_elements[place] * self.in_widths[place]) if place < len(self.in_elements) else 0.0
 
     @property
     def written(self) -> float:
-        """Bytes of the outputs."""
+        """Bytes of all outputs."""
         return float(sum(count * width for count, width in zip(self.out_elements, self.out_widths, strict=True)))
 
     def forward(self, passes: Passes, trained: bool) -> tuple[Launch, ...]:
@@ -283,26 +291,26 @@ class _Counted:
         return (Launch(sort=sort, width=width, cold=sum(read) - hot + written, hot=hot), *further)
 
     def norm(self) -> tuple[Launch, ...]:
-        """Return one kernel for statistics and output."""
+        """Return the forward of a layer or RMS norm: one kernel for statistics and output."""
         sort = "rms_norm" if self.name == "rms_norm" else "layer_norm"
         return (Launch(sort=sort, width=self.width, row=self._row(), cold=self.written, hot=self.given()),)
 
     def group_norm(self) -> tuple[Launch, ...]:
-        """Return two kernels: one reads for the statistics, one reads again and writes."""
+        """Return the forward of a group norm: one kernel for the statistics, one that reads again and writes."""
         first = self.given()
         return Launch(sort="pointwise", width=self.width, hot=first), self._moved(first + self.written)
 
     def batch_norm(self) -> tuple[Launch, ...]:
-        """Return the sums of the channels, then the output."""
+        """Return the forward of a batch norm: one kernel that sums the channels, one that writes the output."""
         output = channel_writes(self.width, self.call.shapes[0], self.given(), self.written, self.units)
         return channel_sums("batch_norm", self.width, self.call.shapes[0], self.units), output
 
     def softmax(self) -> tuple[Launch, ...]:
-        """Return the one kernel of a softmax."""
+        """Return the forward of a softmax: one kernel."""
         return (Launch(sort="softmax", width=self.width, row=self._row(), cold=self.written, hot=self.given()),)
 
     def cross_entropy(self) -> tuple[Launch, ...]:
-        """Return log_softmax and nll_loss, which picks a value of each row."""
+        """Return the forward of a cross entropy: log_softmax, and nll_loss, which picks a value of each row."""
         width, first = self.in_widths[0], self.given()
         return (
             Launch(sort="softmax", width=width, row=self._row(), cold=first, hot=first),
@@ -310,7 +318,7 @@ class _Counted:
         )
 
     def max_pool(self) -> tuple[Launch, ...]:
-        """Return one kernel with a thread for each output."""
+        """Return the forward of a max pooling: one kernel with a thread for each output."""
         window = math.prod(self.call.numbers("kernel_size", 2, 1))
         return (Launch(sort="pooling", width=self.width, turns=self.made * window / self.units),)
 
@@ -336,37 +344,37 @@ class _Counted:
         return (Launch(sort=sort, width=self.width, cold=each - hot, hot=hot),) * kernels
 
     def norm_backward(self) -> tuple[Launch, ...]:
-        """Return one kernel over input and gradient; its rate includes the sums of the weights' gradients."""
+        """Return the backward of a layer or RMS norm: one kernel, whose rate includes the sums for the weights."""
         return (
             Launch(sort="norm_backward", width=self.width, row=self._row(), cold=2 * self.given(), hot=self.written),
         )
 
     def group_norm_backward(self) -> tuple[Launch, ...]:
-        """Return the sums, then the gradient of the input."""
+        """Return the backward of a group norm: a kernel for the sums, then one for the gradient of the input."""
         both = self.given() + self.written
         return self._moved(both), self._moved(both + self.given())
 
     def batch_norm_backward(self) -> tuple[Launch, ...]:
-        """Return one kernel with a block per channel that sums and writes it."""
+        """Return the backward of a batch norm: one kernel with a block per channel, which sums and writes."""
         return (channel_sums("batch_norm_backward", self.width, self.call.shapes[0], self.units),)
 
     def softmax_backward(self) -> tuple[Launch, ...]:
-        """Return one pass over the output and its gradient."""
+        """Return the backward of a softmax: one kernel over the output and its gradient."""
         moved = self.written + self.given()
         return (Launch(sort="softmax_backward", width=self.width, row=self._row(), cold=moved, hot=self.written),)
 
     def cross_entropy_backward(self) -> tuple[Launch, ...]:
-        """Return zeros with a value in each row, then log_softmax."""
+        """Return the backward of a cross entropy: zeros with a value in each row, then that of log_softmax."""
         width, first = self.in_widths[0], self.given()
         back = Launch(sort="softmax_backward", width=width, row=self._row(), cold=2 * first, hot=first)
         return Launch(sort="filling", width=width, cold=first), back
 
     def embedding_backward(self) -> tuple[Launch, ...]:
-        """Return zeros for the whole table, then the rows."""
+        """Return the backward of an embedding: zeros for the whole table, then the addition of the rows."""
         return embedding_gradients(self.width, self.in_elements[1], self.given(), self.written, self._row())
 
     def max_pool_backward(self) -> tuple[Launch, ...]:
-        """Return one kernel: a thread for each input searches the windows that contain it."""
+        """Return the backward of a max pooling: one kernel with a thread for each input."""
         window, stride = self.call.numbers("kernel_size", 2, 1), self.call.numbers("stride", 2, 0)
         covering = math.prod(math.ceil(size / (step or size)) for size, step in zip(window, stride, strict=True))
         return (Launch(sort="pooling", width=self.width, turns=self.in_elements[0] * covering / self.units),)
@@ -404,7 +412,10 @@ class _Counted:
 
 
 def channel_sums(sort: str, width: int, shape: Sequence[int], units: int) -> Launch:
-    """Return one kernel with a block per channel that processes all of its elements; ``units``: multiprocessors."""
+    """Return one kernel of a batch norm, with a thread block per channel that processes all of its elements.
+
+    ``width``: bytes of an element; ``shape``: that of the input; ``units``: the number of multiprocessors.
+    """
     channels = shape[1]
     each = math.prod(shape) / max(channels, 1)
     crowd = (1 + (channels / units / _BLOCKS) ** 3) ** (1 / 3)
@@ -412,13 +423,19 @@ def channel_sums(sort: str, width: int, shape: Sequence[int], units: int) -> Lau
 
 
 def channel_writes(width: int, shape: Sequence[int], read: float, written: float, units: int) -> Launch:
-    """Return the kernel that writes a batch norm's output: a block per channel and sample, slow with few elements."""
+    """Return the kernel that writes a batch norm's output, with a thread block per channel and sample.
+
+    ``read``, ``written``: bytes of the input and the output; ``units``: the number of multiprocessors.
+    """
     samples = min(shape[0], max(_MOST_BLOCKS // max(shape[1], 1), _LEAST_BLOCKS))
     return Launch(sort="batch_norm_output", width=width, cold=written, hot=read, turns=shape[1] * samples / units)
 
 
 def embedding_gradients(width: int, rows: float, table: float, gathered: float, columns: int) -> tuple[Launch, ...]:
-    """Return zeros for the whole table, then the addition of ``rows`` rows."""
+    """Return the kernels of an embedding's gradient: zeros for the whole table, then the addition of ``rows`` rows.
+
+    ``table``, ``gathered``: bytes of the table and of the output's gradient; ``columns``: elements of a row.
+    """
     zeros = Launch(sort="filling", width=width, cold=table)
     if rows <= _UNSORTED_ROWS:
         return zeros, Launch(sort="adding_rows", width=width, row=columns, hot=gathered, turns=rows)
@@ -467,7 +484,11 @@ def estimate_launches(
     kind: DeviceKind,
     software: Software,
 ) -> list[OpCost]:
-    """Return the costs of the ops of ``asked``, which compute in ``dtypes``; ``predicted`` by the product predictor."""
+    """Return the costs of the ops of ``asked``; ops with a basis other than "roofline" keep their costs.
+
+    ``predicted``: the costs of the ops by the product predictor (`cost.kernels`). ``dtypes``: the types in which the
+    ops compute.
+    """
     columns = zip(asked.costs, predicted, asked.ops, asked.keys, dtypes, strict=True)
     return [
         _estimate(model, asked, op, key, dtype, widths, kind, dense, software) if bound.basis == "roofline" else bound

@@ -1,8 +1,9 @@
-"""Products of odd sizes in compiled units: inductor pads them for tensor cores, where that is faster.
+"""Matrix products of odd sizes in compiled units, which inductor pads for tensor cores if padding is faster.
 
-If rows or columns of a factor are not multiples of 16 bytes, inductor copies it to a larger one that ends with zeros,
-and takes the part of the product without zeros (torch/_inductor/fx_passes/pad_mm.py; `shape_padding` is on by default).
-Inductor measures both variants; here both are predicted, and padding has to be faster by the same factor.
+If rows or columns of a factor are not multiples of 16 bytes, inductor copies the factor to a larger matrix that ends
+with zeros, and takes the part of the product without zeros (torch/_inductor/fx_passes/pad_mm.py; `shape_padding` is on
+by default). Inductor measures both variants and pads if that is 1.1 times as fast. Here both variants are predicted and
+compared with the same factor.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ _BYTES = 2
 
 
 def without_odd_sizes(model: GpuModel) -> GpuModel:
-    """Return the model of a device on which odd sizes make no product slower."""
+    """Return a copy of the model in which products of odd (unaligned) sizes are as fast as aligned ones."""
     return replace(model, products=replace(model.products, odd_input=float("inf"), odd_output=float("inf")))
 
 
 def estimate_padded(odd: OpCost, aligned: OpCost, key: str, dtype: str, model: GpuModel, kind: DeviceKind) -> OpCost:
-    """Return the cost of a product, unpadded or padded, per pass; ``aligned`` is the cost as if sizes were not odd."""
+    """Return the cost of a product of odd sizes, with each pass unpadded or padded, as inductor chooses.
+
+    ``odd``: cost without padding. ``aligned``: cost if all sizes were aligned. Aligned products keep the cost ``odd``.
+    """
     call = read_call(key)
     if call is None or ARITHMETIC_BYTES.get(dtype) != _BYTES or "conv" in call.operator:
         return odd

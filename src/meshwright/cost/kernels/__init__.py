@@ -1,4 +1,4 @@
-"""Seconds of GPU kernels: products and attention, on devices with many, few or no measurements."""
+"""Predicted seconds of GPU kernels (matrix products and attention) on devices with many, few or no measurements."""
 
 from meshwright.cost.kernels.demand import is_tiled
 from meshwright.cost.kernels.kernel_costs import KernelQueries, estimate_kernels

@@ -1,13 +1,14 @@
-"""Stages two and three of the kernel predictor: trees fitted to the law's residual, and corrections from few rows.
+"""Stages two and three of the kernel predictor: boosted trees on the residual of the law, and corrections by few rows.
 
-`fit_trees` fits a sum of trees over the features of a query (`features_of`):
+The law is stage one (`cost.kernels.law`). `fit_trees` fits a sum of decision trees over the features of a query
+(`features_of`):
 
     f(x) = Σ over trees v[leaf],   leaf = Σ over levels 2^level · [x[feature] > threshold]
 
-All nodes of a level test the same feature and threshold, so a tree is a table of 2^depth values and a query is
-evaluated without branches. Each tree is fitted to the residual of the previous ones: the test of a level is the one
-with the largest gain Σ over leaves g²/(n + r), with g the sum and n the number of residuals, and a leaf's value is
-``rate``·g/(n + r).
+All nodes of a level test the same feature and threshold. So a tree is a table of 2^depth values, and a query is
+evaluated without branches. Each tree is fitted to the residual of the previous trees. The test of a level is the one
+with the largest gain Σ over leaves g²/(n + r), where g is the sum and n the number of residuals, and r the setting
+``holding``. The value of a leaf is ``rate``·g/(n + r).
 
 Sources: Friedman, Stochastic gradient boosting (2002); Prokhorenkova et al., CatBoost (2018), for symmetric trees.
 """
@@ -41,7 +42,11 @@ NUM_PLACED = 10
 def features_of(
     op: str, sizes: Mapping[str, Floats], demand: Demand, explained: Explained, family: int, capability: float
 ) -> NDArray[np.float32]:
-    """Return the features of n queries of one op, kernel family and CUDA compute capability, shape (features, n)."""
+    """Return the features of n queries of one op, shape (features, n).
+
+    ``sizes``: the columns named in `SIZES`. ``explained``: the law's times for ``demand``. ``family``: the number of
+    the kernel family; ``capability``: the CUDA compute capability of the device.
+    """
     chosen = demand.ways[explained.way, :, np.arange(len(explained.way))].T
     _, loads, pull, waves, steps, _, doublings, _, fill = chosen
     seconds = explained.seconds
@@ -67,7 +72,7 @@ def features_of(
 
 
 def num_features(op: str) -> int:
-    """Return the number of features of an op: placed ones, shares, other sizes, alignment, family and capability."""
+    """Return the number of features that `features_of` computes for an op."""
     return NUM_PLACED + 6 + len(SIZES[op]) - 3 + (6 if op == "matmul" else 4)
 
 
@@ -84,26 +89,39 @@ def _alignment(op: str, sizes: Mapping[str, Floats]) -> list[Floats]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """``points`` of shape (rows, features) in units of the spread, and their ``weights``, shape (rows,)."""
+    """A correction of predicted times on one device, from the residuals of a few measured rows.
+
+    ``points``: features of the rows divided by their spread, shape (rows, features). ``weights``: shape (rows,).
+    """
 
     points: Floats
     weights: Floats
 
     def evaluate(self, places: Floats) -> Floats:
-        """Return the correction of ln seconds at each place, shape (queries,), given (queries, features)."""
+        """Return the correction of ln(seconds) of each query, shape (queries,).
+
+        ``places``: features divided by their spread, shape (queries, features), from `Scale.place`.
+        """
         return _likeness(places, self.points) @ self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scale:
-    """Scales from the training rows: ``spread`` of the features (features,), ``amplitude`` a and ``noise`` s."""
+    """Scales of corrections, from the training rows.
+
+    ``spread``: standard deviation of each used feature, shape (features,). ``amplitude``: error of the law alone on
+    measured devices (a below). ``noise``: error of the fitted model on held-out rows (s below); both of ln(seconds).
+    """
 
     spread: Floats
     amplitude: float
     noise: float
 
     def place(self, columns: NDArray[np.float32]) -> Floats:
-        """Return features of shape (features, queries) as places, shape (queries, features used)."""
+        """Return the used features divided by their spread, shape (queries, used features).
+
+        ``columns``: all features, shape (features, queries).
+        """
         used = columns[: len(self.spread)].T.astype(np.float64)
         return used / self.spread
 
@@ -116,7 +134,11 @@ class Scale:
 # of a query divided by their spread over the training rows, d their number: only w is fitted to the rows. Source:
 # Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), 2.2.
 def fit_correction(places: Floats, residuals: Floats, scale: Scale) -> Correction:
-    """Return the correction through rows at these places (rows, features) with these residuals (rows,)."""
+    """Return the correction fitted to measured rows.
+
+    ``places``: features of the rows from `Scale.place`, shape (rows, features). ``residuals``: ln(measured /
+    predicted), shape (rows,).
+    """
     covariance = scale.amplitude**2 * _likeness(places, places) + scale.noise**2 * np.eye(len(places))
     weights: Floats = scale.amplitude**2 * np.linalg.solve(covariance, residuals).astype(np.float64)
     return Correction(points=places, weights=weights)
@@ -134,7 +156,11 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostingSettings:
-    """Settings of the fit. ``holding``: r above; the shares are those of rows and features that a tree may use."""
+    """Settings of `fit_trees`.
+
+    ``num_bins``: thresholds tried per feature. ``rate``: learning rate. ``holding``: regularisation r of the module's
+    formula. ``row_share``, ``feature_share``: random shares (0..1) of the rows and the features that a tree uses.
+    """
 
     num_trees: int = 500
     depth: int = 7
@@ -148,21 +174,28 @@ class BoostingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trees:
-    """``features`` and ``thresholds`` of shape (trees, depth), ``values`` of shape (trees, 2^depth)."""
+    """Fitted decision trees, whose values are summed.
+
+    ``features``, ``thresholds``: the test of each level, shape (trees, depth). ``values``: those of the leaves, shape
+    (trees, 2^depth).
+    """
 
     features: NDArray[np.int32]
     thresholds: NDArray[np.float32]
     values: NDArray[np.float32]
 
     def evaluate(self, columns: NDArray[np.float32]) -> Floats:
-        """Return the sum for each query, shape (queries,), for features of shape (features, queries)."""
+        """Return the sum of the trees' values for each query, shape (queries,).
+
+        ``columns``: the features of the queries, shape (features, queries).
+        """
         total = np.zeros(columns.shape[1], np.float32)
         _add(np.ascontiguousarray(columns), self.features, self.thresholds, self.values, total)
         return total.astype(np.float64)
 
 
 def fit_trees(columns: NDArray[np.float32], target: Floats, settings: BoostingSettings) -> Trees:
-    """Return trees for features of shape (features, rows) and a target of shape (rows,), at least one row."""
+    """Return trees fitted to a target of shape (rows,), by features of shape (features, rows), for at least one row."""
     rng = np.random.default_rng(settings.seed)
     edges, bins = _bin(columns, settings.num_bins)
     num_features, num_rows = columns.shape

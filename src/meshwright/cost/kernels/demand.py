@@ -1,19 +1,20 @@
-"""The demand of a GPU kernel in seconds at datasheet rates, for every way to cut it into tiles; valid queries; tiles.
+"""The demand of a GPU kernel, in seconds at datasheet rates, for each tile size that it may use.
 
-`demand_of` gives the demand, `check_sizes` and `check_device` refuse invalid queries, and `tiles_of` lists the tiles. A
-product (m, k) by (k, n) in tiles of (a, b) over s splits of k, on S multiprocessors of P/S FLOP/s each:
+`demand_of` returns the demand, `check_sizes` and `check_device` raise errors for invalid queries, and `tiles_of` lists
+the tile sizes. A product (m, k) by (k, n) in tiles of (a, b), with k in s splits, on S multiprocessors of P/S FLOP/s
+each and a memory of B bytes/s, has these quantities:
 
-    waves   w = ⌈ ⌈m/a⌉ · ⌈n/b⌉ · s / S ⌉                idle places of the last wave are tail quantisation
-    work    w · 2·a·b·(k/s) / (P/S)                      arithmetic of whole tiles: tile quantisation
+    waves   w = ⌈ ⌈m/a⌉ · ⌈n/b⌉ · s / S ⌉                rounding up is wave (tail) quantisation
+    work    w · 2·a·b·(k/s) / (P/S)                      arithmetic of whole tiles (tile quantisation), seconds
     pull    w · (a + b)·(k/s)·width / (B/S)              loads of a block, at its share of the memory's bandwidth
-    steps   w · (k/s) / 64                               turns of the inner loop, each with its latency
+    steps   w · (k/s) / 64                               iterations of the inner loop, each with its latency
     area    w · a·b                                      elements that the blocks of one multiprocessor write
-    fill    ⌈m/a⌉ · ⌈n/b⌉ · s / (w·S)                    share of the waves' places that blocks fill
+    fill    ⌈m/a⌉ · ⌈n/b⌉ · s / (w·S)                    thread blocks / capacity of all waves
     merge   s > 1: 2·4·m·n·s bytes                       partial sums written and read again
 
-A batch of products takes ``count`` times the blocks and bytes. Attention with d elements per head is the same with
-queries as rows, keys as the inner dimension (unmasked ones, on average) and 4·d FLOPs per pair; decoding packs the
-query heads of one key head into the rows.
+A batch of products has ``count`` times the blocks and bytes. Attention with d elements per head has the same
+quantities, with queries as rows, keys as the inner dimension (the average number of unmasked keys), and 4·d FLOPs per
+pair. Decoding packs the query heads of one key head into the rows.
 
 Sources: NVIDIA, Matrix Multiplication Background User's Guide; Dao, FlashAttention-2 (2023), and Flash-Decoding (2023).
 """
@@ -51,21 +52,22 @@ _OPTIONAL = {"matmul": {"count": 1.0}}
 
 
 def is_tiled(device: DeviceKind) -> bool:
-    """Return whether a datasheet has the figures for kernel predictions: multiprocessors, cache and clock."""
+    """Return whether a device kind has the figures for kernel predictions: multiprocessors, cache and clock."""
     return bool(device.num_multiprocessors and device.cache_bytes and device.clock_hz)
 
 
 def split_dtype(dtype: str) -> tuple[str, str]:
-    """Return (arithmetic, keys and values) of a record's dtype, such as ``bfloat16:kv=float8_e4m3fn``.
+    """Return the dtypes of the arithmetic and of keys and values from a record's dtype.
 
-    Scaling is not part of the dtype.
+    "bfloat16:kv=float8_e4m3fn" gives ("bfloat16", "float8_e4m3fn"); without "kv=", both are equal. Other suffixes, such
+    as the scaling, are dropped.
     """
     first, _, rest = dtype.partition(":")
     return first, rest.removeprefix("kv=") if rest.startswith("kv=") else first
 
 
 def has_rate(device: DeviceKind, dtype: str) -> bool:
-    """Return whether the datasheet states a rate for a record's dtype, and its values have a known width."""
+    """Return whether a device kind has a peak FLOP/s for a record's dtype, and both dtypes have a known width."""
     arithmetic, values = split_dtype(dtype)
     return arithmetic in ARITHMETIC_BYTES.keys() & device.peak_flops_per_s.keys() and values in ARITHMETIC_BYTES
 
@@ -76,22 +78,26 @@ def has_rate(device: DeviceKind, dtype: str) -> bool:
 # - dtype: arithmetic at a rate that the datasheet states (no float8 without one), keys and values of a known width
 # - sizes: 1 ≤ size ≤ 2⁴⁰; a window may be 0 (no window); query heads are at least as many as heads of keys
 def check_device(device: DeviceKind, dtype: str) -> None:
-    """Raise MeasurementError if a device's description does not suffice to predict kernels of this dtype."""
+    """Raise MeasurementError if a device kind lacks figures that the prediction of kernels in ``dtype`` needs."""
     if not is_tiled(device):
         raise MeasurementError(
-            f"The datasheet of {device.name!r} states no multiprocessors, cache or clock; kernels on it are not "
-            "predicted. State num_multiprocessors, cache_bytes and clock_hz of the device kind."
+            f"Device kind {device.name!r} states no multiprocessors, cache or clock; without them kernels on it are "
+            "not predicted. State num_multiprocessors, cache_bytes and clock_hz of the device kind."
         )
     if not has_rate(device, dtype):
         known = ", ".join(sorted(ARITHMETIC_BYTES.keys() & device.peak_flops_per_s.keys())) or "none"
         raise MeasurementError(
-            f"Kernels in {dtype!r} on {device.name!r}: expected a floating-point dtype that its datasheet states a "
-            f"rate of ({known}). Ask for one of these, or state the rate in peak_flops_per_s of the device kind."
+            f"Kernels in {dtype!r} on {device.name!r} are not predicted; expected a floating-point dtype that its "
+            f"datasheet states a rate of ({known}). Use one of these, or state the rate in peak_flops_per_s of the "
+            "device kind."
         )
 
 
 def wrong_sizes(columns: Mapping[str, Floats]) -> dict[str, NDArray[np.bool_]]:
-    """Return, by size, which queries are invalid (each of shape (queries,)); ``columns``: sizes of an op in `SIZES`."""
+    """Return, by the name of a size, a mask of shape (queries,) of the queries in which this size is invalid.
+
+    ``columns``: the sizes of an op, named as in `SIZES`, each of shape (queries,).
+    """
     wrong = {
         name: ~((column >= (0 if name == "window" else 1)) & (column <= MAX_SIZE)) for name, column in columns.items()
     }
@@ -110,7 +116,7 @@ def check_sizes(op: str, sizes: Mapping[str, ArrayLike]) -> dict[str, Floats]:
     missing, unknown = [name for name in names if name not in sizes], set(sizes) - {*names, *optional}
     if missing or unknown:
         said = ", ".join(missing) or "unknown " + ", ".join(sorted(unknown))
-        raise MeasurementError(f"{op}: {'no sizes ' if missing else ''}{said}; expected {', '.join(names)}.")
+        raise MeasurementError(f"{op}: {'missing sizes ' if missing else ''}{said}; expected {', '.join(names)}.")
     columns = _broadcast(op, {name: np.asarray(column) for name, column in (optional | dict(sizes)).items()})
     for name, wrong in wrong_sizes(columns).items():
         if wrong.any():
@@ -127,12 +133,13 @@ def _broadcast(op: str, given: dict[str, NDArray[np.generic]]) -> dict[str, Floa
     for name, column in given.items():
         if not (column.dtype.kind in "iuf" or not column.size) or column.ndim > 1:
             raise MeasurementError(
-                f"{op}: {name} is of dtype {column.dtype} and shape {column.shape}; expected a number or one per query."
+                f"{op}: {name} has dtype {column.dtype} and shape {column.shape}; expected one number, or one number "
+                "per query."
             )
     if len(lengths - {1}) > 1:
         raise MeasurementError(
-            f"{op}: sizes of {', '.join(map(str, sorted(lengths)))} queries; expected one number for each query, or "
-            "one for all."
+            f"{op}: the sizes have different lengths ({', '.join(map(str, sorted(lengths)))}); expected one number for "
+            "each query, or one number for all queries."
         )
     count = (lengths - {1} or {1}).pop()
     # Compiled loops need contiguous columns.
@@ -168,12 +175,12 @@ _NO_SPLIT = ("DeepGemm", "FlashInfer", "Triton", "CutlassFp8BlockScaled")
 
 
 def family_of(kernel: str) -> str:
-    """Return the common name of all versions of a kernel family."""
+    """Return the name of a kernel's family, which is equal for all versions of a framework."""
     return _RENAMED.get(kernel, kernel)
 
 
 def dispatch_of(kernel: str, compute_capability: float) -> Dispatch:
-    """Return how a kernel family chooses its tiles on a device of this CUDA compute capability."""
+    """Return how a kernel family chooses its tiles (see `tiles_of`) on devices of a CUDA compute capability."""
     if kernel == _CUTLASS:
         # The code for other devices was not read: any tile is possible.
         return _READ.get(compute_capability, "library")
@@ -195,7 +202,10 @@ def dispatch_of(kernel: str, compute_capability: float) -> Dispatch:
 # Multiplication Background User's Guide, "tile and wave quantization", for the tiles that cuBLAS uses;
 # Dao-AILab/flash-attention.
 def tiles_of(dispatch: Dispatch, m: Floats, n: Floats, k: Floats) -> Iterator[Tile]:
-    """Yield the tiles that a kernel may use for products of (m, k) by (k, n), each of shape (queries,)."""
+    """Yield the tiles (rows, columns, splits of k) that a kernel may use for products of (m, k) by (k, n).
+
+    The sizes have shape (queries,), and so have rows and columns that depend on them; otherwise they are numbers.
+    """
     if dispatch == "library":
         yield from ((rows, columns, splits) for rows, columns in CANDIDATES for splits in SPLITS)
     elif dispatch == "no split":
@@ -218,7 +228,10 @@ def tiles_of(dispatch: Dispatch, m: Floats, n: Floats, k: Floats) -> Iterator[Ti
 
 
 def packs_heads(kernel: str, shared: Floats, window: Floats) -> NDArray[np.bool_]:
-    """Return, per query, whether decoding packs the ``shared`` query heads of a key head and splits the keys."""
+    """Return, per query, whether decoding packs the query heads of one key head into a tile and splits the keys.
+
+    ``shared``: query heads per key head; ``window``: that of the attention, 0 without one; both of shape (queries,).
+    """
     if family_of(kernel) == _FLASH_2:
         packed: NDArray[np.bool_] = (shared > 1) & (window == 0)
         return packed
@@ -241,11 +254,13 @@ _KEY_SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Demand:
-    """The demand of n queries with c ways to cut each: ``ways`` (c, quantities, n), in the order of WAYS; others (n,).
+    """The demand of n queries, for each of c tile sizes; arrays in seconds unless stated otherwise.
 
-    In seconds unless stated otherwise. ``loads``: elements loaded per pair of FLOPs in a tile, 1/a + 1/b;
-    ``doublings``: log₂ splits. ``extra``: additional passes (quantisation). ``cached``: bytes that pass between two
-    uses of the same data, as a share of the cache; ``units``: multiprocessors.
+    ``ways``: shape (c, quantities, n), with the quantities of the module in the order of `WAYS`; "loads" are elements
+    loaded per pair of FLOPs in a tile, 1/a + 1/b, and "doublings" log₂ of the splits. The other arrays have shape (n,).
+    ``flops``, ``memory``: arithmetic at the peak rate, and all bytes at the memory bandwidth. ``extra``: additional
+    passes (quantisation). ``cached``: bytes that pass between two uses of the same data / bytes of the cache.
+    ``bandwidth``: bytes/s. ``units``: multiprocessors.
     """
 
     ways: Floats
@@ -258,14 +273,14 @@ class Demand:
     clock_hz: float
 
     def each(self, quantity: str) -> Floats:
-        """Return a quantity of WAYS by way and query, shape (c, n)."""
+        """Return one of the quantities of `WAYS` for each tile size and query, shape (c, n)."""
         return self.ways[:, WAYS.index(quantity)]
 
 
 def demand_of(op: str, sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
-    """Return the demand of queries of one op, dtype and kernel family.
+    """Return the demand of queries of one op (a key of `SIZES`), dtype and kernel family.
 
-    The device must state its multiprocessors and cache.
+    ``sizes``: columns of shape (queries,). The device kind must pass `check_device`.
     """
     if op == "matmul":
         return _product(sizes, dtype, kernel, device)
@@ -273,12 +288,15 @@ def demand_of(op: str, sizes: Mapping[str, Floats], dtype: str, kernel: str, dev
 
 
 def seen_keys(keys: Floats, window: Floats) -> Floats:
-    """Return the most keys that a query sees; a window of 0 means no window."""
+    """Return the largest number of keys to which a query attends; a ``window`` of 0 means all keys."""
     return np.where(window > 0, np.minimum(window, keys), keys)
 
 
 def mean_keys(queries: Floats, keys: Floats, window: Floats) -> Floats:
-    """Return the mean number of keys of a query under a causal mask; the last query is at the last key."""
+    """Return the mean number of keys to which a query attends under a causal mask.
+
+    The last query is aligned with the last key. A ``window`` of 0 means no window.
+    """
     seen = seen_keys(keys, window)
     # The number of queries that come too early to see their whole window.
     early = np.clip(seen - np.maximum(keys - queries, 0.0), 0.0, queries)

@@ -1,17 +1,17 @@
-"""Costs of the products of a graph on a GPU, from the kernel predictor.
+"""Costs of the matrix products of a graph on a GPU, from the kernel predictor.
 
     forward   one product (m, k) by (k, n)
     backward  a product for each input that needs a gradient: (m, n) by (n, k) and (k, m) by (m, n)
 
-Recurrent layers multiply the inputs of all time steps at once and the states step by step; in the backward, gradients
-of weights come from all steps at once (Appleyard et al., Optimizing Performance of Recurrent Neural Networks on GPUs,
-2016).
+Recurrent layers multiply the inputs of all time steps at once and the states step by step. In the backward, gradients
+of weights are computed for all steps at once (Appleyard et al., Optimizing Performance of Recurrent Neural Networks on
+GPUs, 2016).
 
-The measured rows are single products of activations and weights. A cost is `regressed` if it depends only on such
-products. Products with operands in other layouts (gradients) and batched products use the same library: they get the
-interval of the same code on another device. Convolutions, estimated as implicit GEMMs, get the interval of other code
-on another device (`OpModel.transfers`). `cost.gpu.gpu_products` corrects what the predictor does not cover. All other
-ops keep their costs, and so do products whose sizes are invalid or whose dtype has no rate in the datasheet (`demand`).
+The measured rows are single products of activations and weights. A cost has the basis "regressed" if it depends only on
+such products. Gradients (operands in other layouts) and batched products use the same library; they get the interval of
+the same code on another device. Convolutions, estimated as implicit GEMMs, get the interval of other code on another
+device (`OpModel.transfers`). `cost.gpu.gpu_products` corrects cases that the predictor does not cover. All other ops
+keep their costs, and so do products whose sizes are invalid or whose dtype has no rate in the datasheet (`demand`).
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelQueries:
-    """Ops of a graph at a batch size with their costs so far.
+    """Ops of a graph at one batch size, with their costs before the kernel predictor is used.
 
-    ``keys`` are those in the measurement table, ``types`` those in which products are computed.
+    ``keys``: keys of the ops in the measurement table. ``types``: data types in which their products are computed.
     """
 
     costs: Sequence[OpCost]
@@ -78,9 +78,10 @@ class KernelQueries:
 def estimate_kernels(
     model: KernelModel, rates: ProductRates, asked: Sequence[KernelQueries], kind: DeviceKind
 ) -> list[list[OpCost]]:
-    """Return the costs of ops, with rooflines of products replaced by the predictor where it covers the kernel.
+    """Return the costs of ops, in which predictions of products replace rooflines, as one list for each of ``asked``.
 
-    One list for each of ``asked``, whose kernels are predicted together. ``rates`` correct the predictions.
+    Costs of ops that the predictor does not cover are returned unchanged. All kernels are predicted together. ``rates``
+    correct the predictions.
     """
     found = [list(some.costs) for some in asked]
     by_dtype: dict[str, list[_Call]] = defaultdict(list)

@@ -1,9 +1,9 @@
-"""Fit the kernel predictor (`fit_kernels`), adapt it to further rows (`adapt_kernels`); intervals from held-out data.
+"""Fit the kernel predictor (`fit_kernels`) and adapt it to further rows (`adapt_kernels`), with intervals.
 
-Laws are fitted by device and family, trees by op. Every interval comes from rows that were not used for the prediction:
-a fifth of the keys of the training rows is held out once (`regressed`), and every device alone and with similar ones
-(`transferred`, `fit_transfers`). Then all rows are used. Hyper-parameters are those of `boosting.BoostingSettings` and
-`law.FACTORS`; none is chosen here from the rows.
+A law is fitted for each device and kernel family, and trees for each op. Every interval comes from rows that were not
+used for the prediction. For the basis "regressed", a fifth of the keys of the training rows is held out once. For
+"transferred", every device is held out alone, and together with similar devices (`fit_transfers`). Then all rows are
+used. The hyper-parameters are fixed: `boosting.BoostingSettings` and `law.FACTORS`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ UNKNOWN = Interval(low=0.1, high=10.0)
 
 
 def left_out_sets(capabilities: Mapping[str, float]) -> list[frozenset[str]]:
-    """Return the sets of devices that are held out together; never all devices.
+    """Return the sets of devices to hold out together: each device alone, and all of one compute capability.
 
-    ``capabilities`` has the compute capability of each device.
+    ``capabilities``: the CUDA compute capability of each device. The set of all devices is left out.
     """
     alone = [frozenset((device,)) for device in capabilities]
     alike = [
@@ -72,7 +72,10 @@ def left_out_sets(capabilities: Mapping[str, float]) -> list[frozenset[str]]:
 #
 # Source: conformal prediction for a new group, by pooled distributions (Dunn, Wasserman and Ramdas, JASA 2023).
 def fit_transfers(samples: Sequence[tuple[Step, Floats]]) -> dict[Step, Interval]:
-    """Return the interval of every step from ln(measured / predicted) of held-out devices, each of shape (rows,)."""
+    """Return the interval of every step (of similarity) from the residuals of held-out devices.
+
+    ``samples``: pairs of the step and the residuals ln(measured / predicted), shape (rows,), of one held-out set.
+    """
     found: dict[Step, Interval] = {}
     widest = Interval(low=1.0, high=1.0)
     for step in STEPS:
@@ -86,12 +89,12 @@ def fit_transfers(samples: Sequence[tuple[Step, Floats]]) -> dict[Step, Interval
 
 
 def join_intervals(here: Interval, there: Interval) -> Interval:
-    """Return the narrowest interval that contains both."""
+    """Return the narrowest interval that contains both intervals."""
     return Interval(low=min(here.low, there.low), high=max(here.high, there.high))
 
 
 def interval_of(rests: Floats) -> Interval:
-    """Return the interval around predictions with residuals ln(measured / predicted), shape (rows,), at least one."""
+    """Return the 80 % interval for residuals ln(measured / predicted), shape (rows,), of at least one row."""
     return fit_interval(np.exp(rests), np.ones(len(rests)))
 
 
@@ -109,7 +112,10 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FitRows:
-    """The rows of one group: the kernel, sizes and seconds of shape (rows,), and their keys."""
+    """The measured rows of one kernel (op, dtype, device and family).
+
+    ``sizes``: columns named as in `SIZES`. ``seconds`` and ``keys`` (the sizes as text) have one entry per row, too.
+    """
 
     kernel: Kernel
     sizes: Mapping[str, Floats]
@@ -117,7 +123,7 @@ class FitRows:
     keys: NDArray[np.object_]
 
     def take(self, mask: NDArray[np.bool_]) -> FitRows:
-        """Return some of the rows."""
+        """Return the rows for which ``mask``, of shape (rows,), is true."""
         return FitRows(
             kernel=self.kernel,
             sizes={name: column[mask] for name, column in self.sizes.items()},
@@ -126,11 +132,11 @@ class FitRows:
         )
 
     def law(self, prior: Prior) -> Floats:
-        """Return the law's factors for these rows."""
+        """Return the logarithms of the law's factors, fitted to these rows with a prior."""
         return fit_law(self._demand(), self.seconds, prior)
 
     def explain(self, factors: Floats, families: tuple[str, ...]) -> tuple[Floats, NDArray[np.float32]]:
-        """Return (residuals of the law, features) of the rows."""
+        """Return the residuals ln(measured / law), shape (rows,), and the features, shape (features, rows)."""
         law, columns = explain(self.kernel, self.sizes, self._demand(), factors, self.kernel.family, families)
         return np.log(self.seconds) - law, columns
 
@@ -139,9 +145,10 @@ class FitRows:
 
 
 def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: BoostingSettings = DEFAULTS) -> KernelModel:
-    """Return the predictor from rows of ops in `demand.SIZES` on devices of ``kinds``; other rows are ignored.
+    """Return the predictor fitted to measured rows.
 
-    Raises MeasurementError if no group has MIN_ROWS rows.
+    Rows of ops that `demand.SIZES` lacks, or of devices that ``kinds`` lacks, are ignored. Raises MeasurementError if
+    no group (op, dtype, device and family) has `MIN_ROWS` rows.
     """
     parts = split_parts(rows, kinds)
     families = tuple(sorted({family_of(part.kernel.family) for part in parts}))
@@ -156,10 +163,10 @@ def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: Boosti
 
 
 def adapt_kernels(model: KernelModel, rows: Records, kinds: Mapping[str, DeviceKind]) -> KernelModel:
-    """Return the model adapted to further rows, few or many, of known or new devices or families.
+    """Return the model adapted to further rows, few or many, of known or new devices or kernel families.
 
-    Rows without a family are assumed to have the usual one. Rows that the model has seen are skipped; without others
-    the model is returned unchanged.
+    Rows without a family are assumed to be of the usual family. Rows that the model was already fitted to are skipped;
+    if no other rows exist, the model is returned unchanged. Raises MeasurementError for an op that the model lacks.
     """
     rows = rows.select(_usable(rows, kinds))
     rows = rows.select(~np.isin(rows.row_hashes(), model.row_hashes))
@@ -184,9 +191,10 @@ def _name_families(model: KernelModel, rows: Records, kinds: Mapping[str, Device
 
 
 def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[FitRows]:
-    """Return the rows by op, dtype, device and kernel family, sorted.
+    """Return the rows grouped by op, dtype, device and kernel family, in sorted order.
 
-    Flagged rows are skipped, and those of other ops, of other devices and of dtypes without a rate in the datasheet.
+    These rows are skipped: flagged rows, and rows of ops that `SIZES` lacks, of devices that ``kinds`` lacks, and of
+    dtypes without a peak FLOP/s in the datasheet.
     """
     known = _usable(rows, kinds)
     names = list(zip(rows.op, rows.dtype, rows.device, rows.kernel, strict=True))
@@ -320,7 +328,9 @@ def _adapt(model: KernelModel, part: FitRows) -> KernelGroup:
     """Return one group adapted to further rows, with an interval from their folds."""
     shared = model.ops.get(part.kernel.op)
     if shared is None:
-        raise MeasurementError(f"The model knows no {part.kernel.op!r}; fit one with rows of it.")
+        raise MeasurementError(
+            f"The kernel predictor does not contain the op {part.kernel.op!r}; fit a predictor with rows of this op."
+        )
     known = next((group for group in model.groups if group.key == _key(part.kernel)), None)
     if known is not None:
         prior, alone = shared_prior([known.factors]), known.interval

@@ -1,12 +1,13 @@
-"""The predictor of GPU kernels: a law per device and family, trees for its residual, a correction for few rows.
+"""The predictor of GPU kernels (`KernelModel`), in three stages: a law, trees, and corrections.
 
     ln t = ln law(query; factors of device and family) + trees of the op(features) + correction(features)
 
-regressed    the device was measured: factors, trees and interval come from its rows (`fit_kernels`) or, with few,
-             from those of other devices adapted to its own (`adapt_kernels`)
-transferred  it was not: the factors are the mean over the most similar measured devices
+The law has factors for each device and kernel family. The trees are fitted to its residual. The correction exists for
+devices with few measured rows. The basis of a prediction:
 
-Queries are estimated in columns; nothing here depends on the model's origin. `KernelModel` is plain data.
+regressed    the device was measured: factors, trees and interval come from its rows (`fit_kernels`); with few rows,
+             from other devices, adapted to its rows (`adapt_kernels`)
+transferred  the device was not measured: the factors are the mean over the most similar measured devices
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _MANY = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A query without sizes: op, dtype, kernel family ("" for the usual one of the device) and the device."""
+    """A kernel without sizes: op (a key of `SIZES`), dtype, device kind and kernel family ("" for the usual one)."""
 
     op: str
     dtype: str
@@ -62,7 +63,11 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelGroup:
-    """The fit for one op, dtype, device and family: the law's factors (logarithms) and the interval."""
+    """The fit for one op, dtype, device and kernel family.
+
+    ``dispatch``: how the family chooses tiles (`demand.dispatch_of`). ``capability``: CUDA compute capability.
+    ``num_rows``: number of measured rows. ``factors``: logarithms of the law's factors, shape (factors,).
+    """
 
     op: str
     dtype: str
@@ -77,13 +82,17 @@ class KernelGroup:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """The key by which queries are matched."""
+        """The key of the group: (op, dtype, device, family)."""
         return self.op, self.dtype, self.device, self.family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpModel:
-    """What all groups of an op share: trees, scales of corrections, and intervals on held-out devices, by step."""
+    """The parts of the predictor that all groups of an op have in common.
+
+    ``scale``: scales of corrections. ``transfers``: intervals on devices without rows, by the similarity of the
+    measured devices ("sister", "near" or "far"; see `kernel_fit`).
+    """
 
     trees: Trees
     scale: Scale
@@ -92,7 +101,11 @@ class OpModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelModel:
-    """The fitted predictor. ``row_hashes``: those of the rows that it was fitted on."""
+    """The fitted predictor of GPU kernels.
+
+    ``ops``: the common parts by op. ``families``: names of the fitted kernel families. ``row_hashes``: hashes of the
+    measured rows of the fit.
+    """
 
     groups: tuple[KernelGroup, ...]
     ops: Mapping[str, OpModel]
@@ -104,14 +117,18 @@ class KernelModel:
         self._by_key.update((group.key, group) for group in self.groups)
 
     def predict(self, kernel: Kernel, sizes: Mapping[str, ArrayLike]) -> Predictions:
-        """Return the seconds of n queries; ``sizes`` are columns of shape (n,) by the names in `demand.SIZES`.
+        """Return the seconds of n queries of a kernel, with intervals and basis.
 
-        A window may be 0. A matmul may have a ``count`` of equal products. Raises MeasurementError for invalid sizes,
-        for an op that the model does not contain, and for a device whose datasheet states no multiprocessors, cache or
-        clock, or no rate of the dtype (`demand`).
+        ``sizes``: columns of shape (n,), or numbers, named as in `demand.SIZES`. A window of 0 means no window. A
+        matmul may have a ``count`` of equal products. Raises MeasurementError for invalid sizes, for an op that the
+        model lacks, and for a device whose datasheet states no multiprocessors, cache or clock, or no rate of the dtype
+        (`demand`).
         """
         if kernel.op not in self.ops:
-            raise MeasurementError(f"No predictor of {kernel.op!r}; there are those of {', '.join(sorted(self.ops))}.")
+            raise MeasurementError(
+                f"The kernel predictor does not contain the op {kernel.op!r}; it contains "
+                f"{', '.join(sorted(self.ops))}."
+            )
         check_device(kernel.device, kernel.dtype)
         columns = check_sizes(kernel.op, sizes)
         family = kernel.family or self.usual_family(kernel)
@@ -136,17 +153,19 @@ class KernelModel:
         seconds = np.concatenate([np.zeros(0), *parts])
         if not (np.isfinite(seconds) & (seconds > 0)).all():
             raise MeasurementError(
-                f"Seconds of {kernel.op!r} on {kernel.device.name!r} are beyond what a number holds. Correct the "
-                "rates, cache and clock of the device kind."
+                f"The predicted seconds of {kernel.op!r} on {kernel.device.name!r} are zero, infinite or not a number. "
+                "Correct the rates, cache and clock of the device kind."
             )
         low, high = interval.around(seconds)
         basis: Basis = "transferred" if group is None else "regressed"
         return Predictions(seconds=seconds, low_s=low, high_s=high, basis=(basis,) * len(seconds))
 
     def usual_family(self, kernel: Kernel) -> str:
-        """Return the family with the most rows of the op: for device and dtype, for the dtype, its arithmetic, or any.
+        """Return the kernel family with the most measured rows of a kernel's op; "" if the op has no rows.
 
-        For a device that the model was adapted to, it is a family with rows of that device.
+        Rows of the device and dtype count. If these are missing, rows of the dtype count, then rows of the same
+        arithmetic, then all rows. For a device to which the model was adapted, it is a family with further rows of that
+        device.
         """
         for kin in _kin(kernel, None):
             counts = Counter({group.family: 0 for group in self.groups})
@@ -171,9 +190,10 @@ class KernelModel:
 
 
 def prior_of(groups: Iterable[KernelGroup], kernel: Kernel, family: str) -> tuple[Prior, Step]:
-    """Return the prior of a kernel family from other devices, the most similar with MIN_ROWS; and the step to them.
+    """Return the prior of the law's factors from the most similar groups with `MIN_ROWS` rows, and their similarity.
 
-    Raises MeasurementError if no group of the op has MIN_ROWS rows.
+    The similarity is "sister", "near" or "far" (see `kernel_fit`). Raises MeasurementError if no group of the op has
+    `MIN_ROWS` rows.
     """
     large = [group for group in groups if group.num_rows >= MIN_ROWS]
     for step, kin in zip(_KIN_STEPS, _kin(kernel, family), strict=True):
@@ -181,13 +201,19 @@ def prior_of(groups: Iterable[KernelGroup], kernel: Kernel, family: str) -> tupl
         if found:
             sister = any(group.capability == kernel.device.compute_capability for group in found)
             return shared_prior([group.factors for group in found]), "sister" if sister and step == "near" else step
-    raise MeasurementError(f"No group of {kernel.op!r} has {MIN_ROWS} rows, so nothing can be transferred.")
+    raise MeasurementError(
+        f"No device has {MIN_ROWS} measured rows of {kernel.op!r}, so its times cannot be predicted on other devices. "
+        "Add measurements of this op."
+    )
 
 
 def explain(
     kernel: Kernel, sizes: Mapping[str, Floats], demand: Demand, factors: Floats, family: str, families: tuple[str, ...]
 ) -> tuple[Floats, NDArray[np.float32]]:
-    """Return (logarithm of the law's seconds, features of shape (features, n)) of queries under given factors."""
+    """Return ln(seconds by the law), shape (n,), and the features, shape (features, n), of n queries.
+
+    ``factors``: logarithms of the law's factors. ``families``: names of all fitted kernel families.
+    """
     explained = law_seconds(demand, factors)
     known = family_of(family)
     number = families.index(known) if known in families else -1

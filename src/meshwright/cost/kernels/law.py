@@ -1,13 +1,16 @@
-"""Stage one: seconds of a kernel from its demand, with fifteen factors of the device and the kernel family.
+"""Stage one of the kernel predictor: seconds of a kernel from its demand and fifteen factors.
+
+A set of factors belongs to a device and a kernel family. The quantities of the demand are explained in `demand`; "ways"
+are the tile sizes.
 
     compute = min over ways of  max(work·(1 + h·loads)/e, pull/u, steps·r) + waves·w + area·o
                                 + s₀·log₂ splits + merge/(c·S)
     memory  = (1 - f)·bytes/(B·m) + f·bytes/(c·S),   f = 1/(1 + (passing / (v·L2))^z)  the share that the cache holds
     t       = (floor⁶ + (launch + (compute^p + memory^p)^(1/p) + extra)⁶)^(1/6)
 
-Factors are fitted as logarithms to ln t with a loss that is linear for large residuals; normal priors determine factors
-that the rows do not. For an unmeasured device, the priors alone, with the mean of the measured devices
-(`shared_prior`), give its factors; few rows correct them.
+The logarithms of the factors are fitted to ln t with a loss that is linear for large residuals. Normal priors determine
+factors that the rows do not. For an unmeasured device, the factors are the mean of the measured devices
+(`shared_prior`); a few rows of the device correct them.
 
 Sources: roofline with soft corners (Williams et al., CACM 2009); Levenberg-Marquardt steps; pseudo-Huber loss.
 """
@@ -62,21 +65,21 @@ _MIN_DEVIATION = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prior:
-    """Mean and deviation of the logarithms of all factors, each of shape (factors,)."""
+    """A normal prior of the law's factors: mean and standard deviation of their logarithms, shape (factors,)."""
 
     mean: Floats
     deviation: Floats
 
 
 def first_prior() -> Prior:
-    """Return the prior without any rows."""
+    """Return the prior for a fit without other devices: the values of `FACTORS`."""
     return Prior(
         mean=np.log([value for _, value, _ in FACTORS]), deviation=np.array([deviation for *_, deviation in FACTORS])
     )
 
 
 def shared_prior(fitted: Sequence[Floats]) -> Prior:
-    """Return the prior of a device from the factors (logarithms) of others, at least one."""
+    """Return the prior for a device from the fitted factors (logarithms, shape (factors,)) of one or more others."""
     first = first_prior()
     table = np.array(fitted)
     spread = table.std(axis=0, ddof=1) if len(table) > 1 else first.deviation / 2
@@ -87,7 +90,10 @@ def shared_prior(fitted: Sequence[Floats]) -> Prior:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Explained:
-    """For each query, shape (queries,): seconds, their compute and memory parts, and the chosen way."""
+    """The law's result for each query, in arrays of shape (queries,).
+
+    ``seconds``: total; ``compute``, ``memory``: its two parts; ``way``: index of the fastest tile size in the demand.
+    """
 
     seconds: Floats
     compute: Floats
@@ -96,7 +102,7 @@ class Explained:
 
 
 def law_seconds(demand: Demand, factors: Floats) -> Explained:
-    """Return the law's seconds for logarithms of the factors."""
+    """Return the law's seconds for a demand; ``factors``: logarithms in the order of `FACTORS`."""
     value = dict(zip((name for name, *_ in FACTORS), np.exp(np.clip(factors, -40.0, 40.0)).tolist(), strict=True))
     cycle = REFERENCE_CLOCK_HZ / demand.clock_hz
     cache_s = cycle / (value["cache_bytes_per_s"] * demand.units)
@@ -144,7 +150,10 @@ def _fastest(ways: Floats, factors: tuple[float, ...]) -> tuple[NDArray[np.int64
 
 
 def fit_law(demand: Demand, seconds: Floats, prior: Prior) -> Floats:
-    """Return logarithms of the factors, shape (factors,), from rows of shape (rows,); the prior's mean without rows."""
+    """Return the logarithms of the factors, shape (factors,), fitted to measured ``seconds`` of shape (rows,).
+
+    Without rows, the result is the mean of the prior.
+    """
     target = np.log(seconds)
     factors, damping = prior.mean.copy(), 1e-2
 

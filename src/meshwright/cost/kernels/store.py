@@ -1,7 +1,7 @@
-"""Kernel predictors as files: JSON, packed with gzip; only numbers and names, nothing executable.
+"""Read and write kernel predictors as gzip-compressed JSON files, which contain numbers and names only.
 
-``cost/models/kernels.json.gz`` was fitted on the public rows that `meshwright.validation` ships, and is rebuilt by
-``scripts/renew_kernel_model.py``.
+The shipped ``cost/models/kernels.json.gz`` was fitted to the public measurements of `meshwright.validation`;
+``scripts/renew_kernel_model.py`` rebuilds it.
 """
 
 from __future__ import annotations
@@ -33,31 +33,34 @@ _MAX_BYTES = 64 * 2**20
 
 @cache
 def shipped_model() -> KernelModel:
-    """Return the predictor that comes with Meshwright; read once."""
+    """Return the kernel predictor that is shipped with Meshwright; the file is read once per process."""
     with resources.as_file(resources.files("meshwright.cost") / "models" / "kernels.json.gz") as path:
         return read_model(path)
 
 
 def write_model(model: KernelModel, path: Path | str) -> Path:
-    """Write a predictor; a failed write leaves no partial file. Raises DocumentError for an unwritable path."""
+    """Write a kernel predictor to a file and return its path; a failed write leaves no partial file.
+
+    Raises DocumentError for an unwritable path.
+    """
     text = json.dumps(_encode(model), separators=(",", ":"))
     return write_bytes(gzip.compress(text.encode(), mtime=0), Path(path))
 
 
 def read_model(path: Path | str) -> KernelModel:
-    """Read a predictor. Raises DocumentError for a file that is not a predictor, is damaged, or is too large."""
+    """Read a kernel predictor. Raises DocumentError if the file is not a predictor, is damaged or is too large."""
     path = Path(path)
     try:
         unpacker = zlib.decompressobj(wbits=31)
         text = unpacker.decompress(read_regular(path, _MAX_BYTES), _MAX_BYTES)
         if unpacker.unconsumed_tail or not unpacker.eof:
-            raise ValueError(f"it is cut off, or has more than {_MAX_BYTES} bytes")
+            raise ValueError(f"the file is cut off, or has more than {_MAX_BYTES} bytes after unpacking")
         document = json.loads(text)
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-            raise ValueError(f"its schema is not {SCHEMA}")
+            raise ValueError(f"'schema' is not {SCHEMA}")
         return _decode(document)
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error, RecursionError) as error:
-        raise DocumentError(f"{path}: not a predictor of kernels ({error}). Write one with write_model.") from None
+        raise DocumentError(f"{path}: not a valid kernel predictor ({error}). Write a file with write_model.") from None
 
 
 def _encode(model: KernelModel) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def _decode(document: dict[str, Any]) -> KernelModel:
     ops = {op: _decode_op(op, found) for op, found in document["ops"].items()}
     groups = tuple(_decode_group(found) for found in document["groups"])
     if not all(isinstance(family, str) for family in document["families"]):
-        raise ValueError("families are names")
+        raise ValueError("'families' must contain names only")
     return KernelModel(
         groups=groups,
         ops=ops,
@@ -120,9 +123,9 @@ def _decode_op(op: str, found: dict[str, Any]) -> OpModel:
     )
     num_trees, depth = features.shape
     if trees.thresholds.shape != features.shape or trees.values.shape != (num_trees, 2**depth):
-        raise ValueError("trees of unequal sizes")
+        raise ValueError("'features', 'thresholds' and 'values' of the trees have different sizes")
     if not (features.min(initial=0) >= 0 and features.max(initial=0) < num_features(op)):
-        raise ValueError("trees that use unknown features")
+        raise ValueError("the trees use unknown features")
     scale = Scale(
         spread=_positive(found["spread"]),
         amplitude=float(_positive(found["amplitude"])),
@@ -137,7 +140,7 @@ def _decode_group(found: dict[str, Any]) -> KernelGroup:
     if "points" in found:
         correction = Correction(points=_finite(found["points"]), weights=_finite(found["weights"]))
         if correction.points.shape[:1] != correction.weights.shape:
-            raise ValueError("expected a correction with one weight per point")
+            raise ValueError("a correction has different numbers of 'points' and 'weights'")
     return KernelGroup(
         op=str(found["op"]),
         dtype=str(found["dtype"]),
@@ -155,19 +158,19 @@ def _decode_group(found: dict[str, Any]) -> KernelGroup:
 def _decode_interval(found: Any) -> Interval:
     low, high = (float(x) for x in _positive(found))
     if low > high:
-        raise ValueError(f"an interval from {low} to {high}")
+        raise ValueError(f"an interval goes from {low} to {high}")
     return Interval(low=low, high=high)
 
 
 def _finite(found: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     numbers = np.array(found, np.float64)
     if not np.isfinite(numbers).all():
-        raise ValueError("numbers that are not finite")
+        raise ValueError("a number is not finite")
     return numbers
 
 
 def _positive(found: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     numbers = _finite(found)
     if not (numbers > 0).all():
-        raise ValueError("numbers that are not positive")
+        raise ValueError("a number is not positive")
     return numbers

@@ -1,4 +1,4 @@
-"""Memory in bytes: of a stage, and of a whole step on one device op by op."""
+"""Predicted memory in bytes, of pipeline stages and of whole training steps, followed op by op on one device."""
 
 from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
 from meshwright.cost.memory.away import Away, AwayUnit, find_away

@@ -1,15 +1,15 @@
 """Memory that torch's caching allocator on CUDA reserves from the driver for a sequence of allocations.
 
-    rounded(n)    n up to a multiple of 512 bytes, at least 512
-    segment(n)    2 MiB for n ≤ 1 MiB (the small pool); 20 MiB below 10 MiB; else n up to a multiple of 2 MiB
-    allocate(n)   the smallest free block of the pool that holds n, else a new segment; the rest becomes a free block if
-                  it is at least 512 bytes (small pool) or more than 1 MiB (large pool), and else stays
-    free          the block joins its free neighbours in the segment; segments are never returned
+    rounded(n)    n rounded up to a multiple of 512 bytes, at least 512
+    segment(n)    2 MiB for n ≤ 1 MiB (the small pool); 20 MiB for n < 10 MiB; else n rounded up to a multiple of 2 MiB
+    allocate(n)   take the smallest free block of the pool with at least n bytes, else a new segment; split off the rest
+                  as a free block if it is at least 512 bytes (small pool) or more than 1 MiB (large pool)
+    free          merge the block with its free neighbours in the segment; segments are never returned
 
-"Allocated" counts whole blocks, as `torch.cuda.max_memory_allocated` does, "reserved" all segments. Source: torch,
-c10/cuda/CUDACachingAllocator.cpp with its defaults (no expandable segments): kMinBlockSize, kSmallSize, kSmallBuffer,
-kLargeBuffer, kMinLargeAlloc, kRoundLarge, get_free_block, should_split. CPUs' allocator caches nothing and aligns to 64
-bytes (c10/core/alignment.h).
+"Allocated" counts whole blocks, as `torch.cuda.max_memory_allocated` does; "reserved" counts all segments. Source:
+torch, c10/cuda/CUDACachingAllocator.cpp with its defaults (no expandable segments): kMinBlockSize, kSmallSize,
+kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge, get_free_block, should_split. The CPU's allocator caches
+nothing and aligns to 64 bytes (c10/core/alignment.h).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ROUND_LARGE_BYTES = 2 * _MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePeaks:
-    """Largest bytes of tensors, in whole blocks, and of segments that the allocator reserved for them."""
+    """Peak memory of a device: bytes of allocated blocks, and bytes of the segments that the allocator reserved."""
 
     allocated_bytes: int
     reserved_bytes: int
 
 
 def follow_allocator(events: MemoryEvents) -> DevicePeaks:
-    """Run a sequence of events through an empty allocator."""
+    """Return the peaks of a sequence of allocations and frees, which starts with an empty allocator."""
     num_blocks = int(events.block.max(initial=-1)) + 1
     allocated, reserved = _follow(events.block, events.num_bytes, num_blocks)
     return DevicePeaks(allocated_bytes=int(allocated), reserved_bytes=int(reserved))

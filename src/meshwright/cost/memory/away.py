@@ -1,20 +1,22 @@
-"""Activation offload: which values go to host memory until their backward (`find_away`); their blocks (`AwayBlocks`).
+"""Activation offload: values that are copied to host memory until their backward (`find_away`), and their memory.
 
-A stage's layers are units, in order; layers with a boundary inside a recomputed range are one unit. Everything that a
-unit keeps, except the last one, with which the backward starts, is copied down when the unit's forward ends:
+Each layer of a stage is a unit; layers whose boundary is inside a recomputed range form one unit. When the forward of a
+unit ends, the values that it saved for its backward are copied to the host ("down"). The last unit is not offloaded,
+because the backward starts with it.
 
-    goes     what autograd saved (`Op.saved`); for a recomputed range what it reads, and what it keeps
-             (`Graph.keeps`); each storage whole
-    stays    parameters and buffers; inputs of the stage, received values and values that leave it, which are on the
-             device until the backward anyway; storages of less than `LEAST_BYTES`
+    offloaded   values that autograd saved (`Op.saved`); for a recomputed range, the values that it reads and keeps
+                (`Graph.keeps`); always whole storages
+    stays       parameters and buffers; inputs of the stage, and received and sent values, which are on the device until
+                the backward anyway; storages of less than `LEAST_BYTES`
 
-    forward     a unit starts, and the stage's forward ends, when the copies of the unit two before have ended. A
-                storage that the next unit saves, too, is copied once; one that a later unit saves is copied again
-    backward    the values of a unit come up during the backward of the unit behind it (with any values); the first of
-                them when the stage's backward starts
+    forward     a unit starts when the copies of the unit two before it have ended; the same holds for the end of the
+                stage's forward. A storage that the next unit saves, too, is copied once; a storage that a later unit
+                saves is copied again
+    backward    the values of a unit are copied back ("up") during the backward of the following unit that has offloaded
+                values; the first of them when the stage's backward starts
 
-so that at most two units, besides the last one, are on the device. Values saved by two consecutive units are needed by
-the later one first, and come up for it.
+So the values of at most two units, besides the last unit, are on the device. Values that two consecutive units saved
+are copied back for the later unit, whose backward comes first.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ LEAST_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwayUnit:
-    """Layers of the graph from ``layer`` on with the ops ``start:stop``, and bytes of their copies down and up."""
+    """One or more layers of a stage whose saved values are offloaded together.
+
+    ``layer``: index of the first layer. ``start:stop``: the ops. ``down_bytes``, ``up_bytes``: bytes copied to the host
+    after the unit's forward, and back before its backward, per microbatch.
+    """
 
     layer: int
     start: int
@@ -53,7 +59,10 @@ class AwayUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwayValue:
-    """A storage that is copied down with unit ``down`` and back for unit ``up``; op ``last`` is its last reader."""
+    """A storage that is copied to the host after unit ``down`` and back for the backward of unit ``up``.
+
+    ``last``: the op whose backward is the last to read the storage.
+    """
 
     storage: int
     down: int
@@ -63,7 +72,10 @@ class AwayValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Away:
-    """The units of a stage and their offloaded values. ``needed``: storages also saved by the last unit, by its op."""
+    """The activation offload of a stage: its units and offloaded values.
+
+    ``needed``: storages that the last unit saves, too, with the first of its ops that saves them.
+    """
 
     units: tuple[AwayUnit, ...]
     values: tuple[AwayValue, ...]
@@ -71,25 +83,26 @@ class Away:
 
     @property
     def leaving(self) -> list[int]:
-        """The units that copy values down, ascending."""
+        """Numbers of the units that copy values to the host, ascending."""
         return [number for number, unit in enumerate(self.units) if unit.down_bytes]
 
     @property
     def coming(self) -> list[int]:
-        """The units whose activations are copied back, in the order of the backward: descending."""
+        """Numbers of the units whose values are copied back, in the order of the backward (descending)."""
         return [number for number in reversed(range(len(self.units))) if self.units[number].up_bytes]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a microbatch in host memory."""
+        """Bytes of one microbatch's values in host memory."""
         return sum(unit.down_bytes for unit in self.units)
 
 
 @lru_cache(maxsize=256)
 def find_away(graph: Graph, stage: StageSlice, batch_size: int, float_bytes: int | None, device: Backend) -> Away:
-    """Return the offload of a stage for microbatches of ``batch_size`` samples; the graph is one `as_kept`.
+    """Return the activation offload of a stage for microbatches of ``batch_size`` samples.
 
-    ``device``: the device type, whose library workspaces are offloaded, too.
+    ``graph``: a result of `as_kept`. ``float_bytes``: bytes of a floating-point element, None under autocast.
+    ``device``: "cpu" or "cuda"; library workspaces depend on it and are offloaded, too.
     """
     spans = _find_units(graph, stage)
     if not stage.has_backward or graph.mode != "training":
@@ -181,7 +194,10 @@ def follow_away(
     *,
     leaves: bool,
 ) -> AwayBlocks:
-    """Return the stage's blocks that move to the host and back, if it ``leaves``. ``sizes``: bytes by storage."""
+    """Return the offload of a stage, as a follower of its memory blocks; without ``leaves``, nothing is offloaded.
+
+    ``lives``: lifetimes of the stage's values. ``sizes``: bytes of each storage.
+    """
     away = Away(units=(), values=(), needed={})
     if leaves and workload.kind == "training":
         away = find_away(graph, stage, batch_size, workload.float_bytes, device)
@@ -189,7 +205,10 @@ def follow_away(
 
 
 class AwayBlocks:
-    """Blocks of one stage's values that move to the host and back."""
+    """The memory blocks of one stage's offloaded values: methods free and allocate them as the copies end and start.
+
+    Arguments ``values``: blocks of the values on the device by storage; ``ledger``: the ledger of allocations.
+    """
 
     def __init__(self, away: Away, lives: Lifetimes, sizes: Sequence[int], ops: tuple[int, ...]) -> None:
         self._lives, self._sizes = lives, sizes
@@ -220,40 +239,39 @@ class AwayBlocks:
         self._there: dict[tuple[int, int], int] = {}
 
     def begin_forward(self) -> Set[int]:
-        """Start a microbatch's forward.
+        """Start a microbatch's forward and return the storages that stay on the device after their last use.
 
-        Return the set of values that are kept after their last use; values are removed from this set as they leave the
-        device.
+        Later calls remove storages from this set when they have been copied to the host.
         """
         self._kept = set(self._lives.kept)
         return self._kept
 
     def forward(self, op: int, values: dict[int, int], ledger: Ledger) -> None:
-        """Free activations of earlier units, whose copies have ended, if a unit starts with this op."""
+        """If a unit starts with this op, free the values of earlier units whose copies have ended."""
         if op in self._begins:
             self._leave(self._begins[op], op, values, ledger)
 
     def end_forward(self, values: dict[int, int], ledger: Ledger) -> None:
-        """Free the activations whose copies end with the forward."""
+        """Free the values whose copies end with the stage's forward."""
         self._leave(self._end, 1 << 62, values, ledger)
 
     def begin_backward(self, ledger: Ledger) -> None:
-        """Start the backward of a microbatch and the first copies back to the device."""
+        """Start the backward of a microbatch: allocate the first values that are copied back."""
         self._take(self._first_up, ledger)
 
     def backward(self, op: int, ledger: Ledger) -> None:
-        """Allocate the activations whose copies back start before the backward of this op."""
+        """Allocate the values whose copies back to the device start before the backward of this op."""
         if op in self._comes:
             self._take(self._comes[op], ledger)
 
     def hand_back(self, start: int, stop: int, values: dict[int, int]) -> None:
-        """Pass the kept results of a range to its recomputation."""
+        """Add the offloaded kept results of the recomputed range ``start:stop`` to ``values``."""
         for op in (op for op in self._lives.results if start <= op < stop):
             for key in [key for key in self._there if key[0] in self._lives.results[op] and key[0] not in values]:
                 values[key[0]] = self._there.pop(key)
 
     def release(self, op: int, values: dict[int, int], ledger: Ledger) -> None:
-        """Free values whose last reader was the backward of an op."""
+        """Free the values whose last reader was the backward of this op."""
         for value in self._last.get(op, ()):
             if (value.storage, value.down) in self._there:
                 ledger.free(self._there.pop((value.storage, value.down)))

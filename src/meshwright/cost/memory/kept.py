@@ -1,23 +1,25 @@
-"""The memory of ops and tensors: what autograd keeps on CUDA devices (`as_kept`), workspaces, and bytes of all tensors.
+"""The memory of ops and tensors: values saved for the backward (`as_kept`), workspaces, and bytes of all tensors.
 
-Graphs are captured on CPUs, so they contain what CPU kernels keep. On CUDA devices
+Graphs are captured on CPUs, so they contain the values that CPU kernels save for the backward. CUDA kernels save other
+values:
 
-    dropout         its mask, in bool; on CPUs the noise that elements are multiplied with (Dropout.cpp:
+    dropout         the mask, in bool; on CPUs the noise by which elements are multiplied (Dropout.cpp:
                     is_fused_kernel_acceptable, native_dropout)
-    attention       query, key, value, mask, output and the logarithm of the sums of rows, in float32: the kernels of
-                    cuDNN, flash and memory-efficient attention take dropout and masks with gradients, which on CPUs
-                    need the matrix of scores. None of them takes a mask whose last dim is not dense, as that of a
-                    permuted lookup: then the scores stay, with dropout's mask (transformers/sdp_utils_cpp.h:
-                    check_last_dim_stride_equals_1_dense; attention.cpp: _scaled_dot_product_attention_math). What the
-                    fused kernels make has the layout of the query, so that joining the heads copies nothing
-    rms_norm        input, weight and a number of each row, in float32; on CPUs values on the way (derivatives.yaml:
+    attention       query, key, value, mask, output and the logarithm of the sums of rows, in float32. The kernels of
+                    cuDNN, flash and memory-efficient attention support dropout and masks with gradients, for which CPUs
+                    save the matrix of scores. A mask whose last dim is not dense, as that of a permuted lookup, is not
+                    supported: then the scores are saved, with dropout's mask (transformers/sdp_utils_cpp.h:
+                    check_last_dim_stride_equals_1_dense; attention.cpp: _scaled_dot_product_attention_math). Outputs of
+                    the fused kernels have the layout of the query, so joining the heads copies nothing
+    rms_norm        input, weight and one float32 number per row; on CPUs intermediate values (derivatives.yaml:
                     _fused_rms_norm, from torch 2.9 on)
     lstm, gru       input, states, weights, output and cuDNN's reserve; on CPUs workspaces of oneDNN by layer
-                    (derivatives.yaml: _cudnn_rnn). cuDNN does not document the size of the reserve; counted is what the
-                    gradient of a cell reads per step: four gates and the state, of a GRU three gates and the product
-                    with the state
+                    (derivatives.yaml: _cudnn_rnn). cuDNN does not document the size of the reserve. It is counted as
+                    the values that the gradient of a cell reads per step: four gates and the state; for a GRU three
+                    gates and the product with the state
     cross_entropy   under autocast: logarithms in the type of the logits, which is an argument of the softmax, and
-                    float32 copies of them, which nll_loss reads (LossNLL.cpp: cross_entropy_loss); CPUs cast the logits
+                    float32 copies of the logarithms, which nll_loss reads (LossNLL.cpp: cross_entropy_loss); CPUs cast
+                    the logits instead
 
 Sources: torch 2.13, aten/src/ATen/native and tools/autograd.
 """
@@ -58,23 +60,24 @@ _LINE_ELEMENTS, _ALIASED_ELEMENTS = 16, 256
 
 
 def passes_on(graph: Graph, op: Op, tensor: int, input_elements: int, output_elements: int) -> bool:
-    """Return whether the gradient of an input, the ``tensor``, shares the memory of the output's."""
+    """Return whether the gradient of ``tensor``, an input of the op, shares the memory of the output's gradient."""
     dtypes = [graph.tensors[i].dtype for i in op.inputs]
     operator = find_operator(name_in(op.kind), dict(op.attributes), dtypes)
     return operator is not None and operator.passes_on(op.inputs.index(tensor), input_elements, output_elements)
 
 
 class TensorSizes(Protocol):
-    """Bytes by tensor."""
+    """A sequence or mapping of the bytes of each tensor, by the tensor's id."""
 
     def __getitem__(self, tensor: int, /) -> int: ...
 
 
 def library_workspaces(device: Backend, *, trains: bool) -> tuple[int, ...]:
-    """Return the bytes that libraries keep on a device permanently: a cuBLAS workspace for each thread.
+    """Return the bytes of each permanent library workspace on a device: one of cuBLAS per thread; none on CPUs.
 
-    Backwards run in their own thread, which has another handle (torch, aten/src/ATen/cuda/CublasHandlePool.cpp:
-    getNewWorkspace takes it from the caching allocator, the pool of handles is thread-local).
+    With ``trains`` there are two, because backwards run in their own thread, which has another handle (torch,
+    aten/src/ATen/cuda/CublasHandlePool.cpp: getNewWorkspace allocates the workspace from the caching allocator; the
+    pool of handles is thread-local).
     """
     return (CUBLAS_BYTES,) * (2 if trains else 1) if device == "cuda" else ()
 
@@ -91,7 +94,10 @@ def library_workspaces(device: Backend, *, trains: bool) -> tuple[int, ...]:
 # (microsoft/onnxruntime#17200), in the workspace that torch gives it for the duration of the call
 # (aten/src/ATen/native/cudnn/Conv_v8.cpp: run_conv_plan). Each gradient is a call.
 def backward_workspace_bytes(graph: Graph, op: Op, sizes: TensorSizes, device: Backend) -> int:
-    """Return the bytes that an op's backward needs besides the gradients that it makes; ``sizes`` of all tensors."""
+    """Return the bytes that an op's backward needs in addition to the gradients that it makes.
+
+    ``sizes``: bytes of each tensor of the graph.
+    """
     if not op.inputs or not op.outputs:
         return 0
     output, operator = sizes[op.outputs[0]], operators().get(name_in(op.kind))
@@ -106,7 +112,10 @@ def backward_workspace_bytes(graph: Graph, op: Op, sizes: TensorSizes, device: B
 
 
 def forward_workspace_bytes(graph: Graph, op: Op, sizes: TensorSizes, device: Backend) -> int:
-    """Return the bytes that an op's forward needs besides its outputs and the values that it saves."""
+    """Return the bytes that an op's forward needs in addition to its outputs and saved values.
+
+    ``sizes``: bytes of each tensor of the graph.
+    """
     if not _is_convolution(graph, op):
         return 0
     if device == "cuda":
@@ -120,7 +129,7 @@ def _relaid_bytes(op: Op, sizes: TensorSizes) -> int:
 
 
 def unrecorded_bytes(graph: Graph, op: Op, batch_size: int, device: Backend) -> dict[int, int]:
-    """Return bytes of saved values that a graph records as empty, because only the library knows their sizes."""
+    """Return the bytes, by tensor, of saved values whose sizes are unknown in the graph: oneDNN's of an LSTM."""
     shapes = [[extent.at(batch_size) for extent in graph.tensors[i].shape] for i in op.inputs]
     if not op.kind.startswith("aten.lstm") or device != "cpu" or not shapes or len(shapes[0]) != _SEQUENCE_DIMS:
         return {}
@@ -166,7 +175,7 @@ def _copied_input(graph: Graph, op: Op, sizes: TensorSizes) -> int:
 
 
 class OtherSizes:
-    """Bytes by tensor, with other values for some tensors."""
+    """The bytes of each tensor, in which ``others`` replace the ``usual`` bytes of some tensors."""
 
     def __init__(self, usual: Sequence[int], others: Mapping[int, int]) -> None:
         self._usual, self._others = usual, others
@@ -179,15 +188,16 @@ class OtherSizes:
 def measure_tensors(
     graph: Graph, batch_size: int, float_bytes: int | None, device: Backend
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return bytes and elements of all tensors.
+    """Return the bytes of all tensors, and their numbers of elements.
 
-    Raises GraphError for an invalid batch size and for a graph with its own backward.
+    ``float_bytes``: bytes of a floating-point element, None under autocast. Raises GraphError for an invalid batch size
+    and for a graph that contains its own backward.
     """
     graph.check_batch_size(batch_size)
     if has_own_backward(graph):
         raise GraphError(
-            f"Graph {graph.name!r} holds its own backward; expected a forward, whose backward autograd makes. Capture "
-            "the model alone."
+            f"Graph {graph.name!r} contains its own backward (a joint graph); expected a forward only. Capture the "
+            "model without its backward."
         )
     sizes = [max(tensor.num_bytes(batch_size, float_bytes), 0) for tensor in graph.tensors]
     for op in graph.ops:
@@ -197,7 +207,10 @@ def measure_tensors(
 
 
 class TensorBytes(NamedTuple):
-    """Bytes by tensor, shape (tensors,) each; gradients and optimizer states are those of trained parameters."""
+    """Bytes of each tensor's values, gradient and optimizer states, each of shape (tensors,).
+
+    Gradients and optimizer states are 0 except for trained parameters.
+    """
 
     values: NDArray[np.int64]
     gradients: NDArray[np.int64]
@@ -205,7 +218,7 @@ class TensorBytes(NamedTuple):
 
 
 def weigh_tensors(graph: Graph, batch_size: int, workload: Workload) -> TensorBytes:
-    """Return the bytes of a graph's tensors at a batch size; the bytes of stages and layers are their sums."""
+    """Return the bytes of every tensor of a graph at a batch size, from which those of stages and layers are summed."""
     values = [tensor.num_bytes(batch_size, workload.float_bytes) for tensor in graph.tensors]
     gradients, states = np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)
     for i in graph.parameters if workload.kind == "training" else ():
@@ -217,7 +230,7 @@ def weigh_tensors(graph: Graph, batch_size: int, workload: Workload) -> TensorBy
 
 @lru_cache(maxsize=64)
 def has_own_backward(graph: Graph) -> bool:
-    """Return whether the graph contains ops of a backward (capture of a joint graph)."""
+    """Return whether the graph contains ops of a backward, as a captured joint graph does."""
     return any(op.phase == "backward" for op in graph.ops)
 
 
@@ -230,13 +243,16 @@ _JOINING = frozenset({"flatten", "reshape", "view", "contiguous"})
 
 
 def as_kept(graph: Graph, numbers: Numbers, device: Backend) -> Graph:
-    """Return the graph in a precision with what a device's kernels keep; ids stay, copies are appended."""
+    """Return the graph in a precision, with the values that a device's kernels save for the backward.
+
+    Ids of ops and tensors are unchanged; cast copies are appended.
+    """
     graph = as_computed(graph, numbers)
     return _on_cuda(graph, numbers.autocast) if device == "cuda" and graph.mode == "training" else graph
 
 
 def casts_within(op: Op) -> bool:
-    """Return whether autocast on CUDA devices casts a value inside the op, instead of its inputs."""
+    """Return whether autocast on CUDA devices casts a value inside the op, not its inputs (the cross entropy)."""
     return operator_name(op) == "cross_entropy_loss"
 
 

@@ -1,8 +1,8 @@
-"""Memory needs of a model on a device with recomputation, sharding or offload: rows for ``show --memory``.
+"""Memory that a model needs with recomputation, sharding or offload: rows for ``show --memory``.
 
-The whole model is one stage, held by all ranks of a cluster (ZeRO's data parallelism), for one microbatch in flight.
-Recomputation follows the words of `recompute_choices`. A simulated `Plan` gives the same figures, except that
-activations stay on the device there.
+The whole model is one stage, replicated on all ranks of a cluster (data parallelism, with ZeRO), with one microbatch in
+flight. The choices of recomputation are those of `recompute_choices`. The simulation of a `Plan` gives the same
+figures, except that its activations stay on the device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Row = dict[str, Any]
 
 
 def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Cluster) -> list[Row]:
-    """Return one row per layer.
+    """Return one row per layer, with the bytes that it needs under each choice of recomputation.
 
-    Keys: ``layer``, ``parameters_bytes``, and bytes that a microbatch keeps per choice (``none_bytes`` ...). Values
-    that a layer gets from another one count where they are made. Raises GraphError as `weigh_stage` does.
+    Keys: ``layer``, ``parameters_bytes``, and for each choice the bytes that a microbatch saves for the backward
+    (``none_bytes`` ...). A value that is made in one layer and read in another counts for the former. Raises GraphError
+    as `weigh_stage` does, and for inference graphs.
     """
     _check_trains(graph)
     device = backend_of(cluster.device_kind(0))
@@ -40,12 +41,12 @@ def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clust
 
 
 def choice_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Cluster) -> list[Row]:
-    """Return one row per way to keep the model on a rank of the cluster.
+    """Return one row per combination of ZeRO stage, recomputation and offload, with a rank's memory.
 
-    Keys: ``zero`` (0 to 3), ``recompute``, ``offload`` to the host (nothing, states, or both: states and activations),
-    ``device_bytes`` (the peak), its ``parameters_bytes``, ``gradients_bytes``, ``states_bytes`` and
-    ``activations_bytes`` (each at its maximum, possibly at different moments), ``host_bytes``, and ``transfer_s``, the
-    seconds per step on PCIe.
+    Keys: ``zero`` (0 to 3), ``recompute``, ``offload`` ("nothing", "states", or "both": states and activations, in host
+    memory), ``device_bytes`` (the peak), ``parameters_bytes``, ``gradients_bytes``, ``states_bytes`` and
+    ``activations_bytes`` (each at its maximum, possibly at different moments), ``host_bytes``, and ``transfer_s``:
+    seconds per step on PCIe. Raises GraphError as `layer_rows` does.
     """
     _check_trains(graph)
     kind, pcie = cluster.device_kind(0), cluster.nodes[0].pcie
@@ -82,6 +83,6 @@ def choice_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clus
 def _check_trains(graph: Graph) -> None:
     if graph.mode != "training":
         raise GraphError(
-            f"Graph {graph.name!r} is for inference; expected one for training, to compare recomputation, sharding and "
-            "offload. Capture the model for training."
+            f"Graph {graph.name!r} is for inference; recomputation, sharding and offload are compared for training. "
+            "Capture the model for training."
         )

@@ -1,7 +1,7 @@
 """Allocations and frees of a step as one list of events (`Ledger`), their peak (`find_peak`), and lifetimes of values.
 
-- in use after event e: Σ bytes of the events up to e, frees negative
-- peak: its maximum, with the bytes by part (`meshwright.spec.memory`) at that moment
+- bytes in use after event e: Σ bytes of the events up to e, frees negative
+- peak: the maximum of the bytes in use, with the bytes of each part (`meshwright.spec.memory`) at that moment
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ NUM_MOMENTS = 4
 def fullest(
     most: NDArray[np.float64], each: float, gradients: float, num_in_flight: int, num_microbatches: int
 ) -> float:
-    """Return the bytes at the peak of a step of one stage; ``most`` (4,): the memory that each computation adds."""
+    """Return the bytes at the peak of a step of one stage, in addition to its static memory.
+
+    ``most``, shape (4,): bytes that each computation adds at its own peak (forward, first backward, later backward,
+    optimizer step). ``each``: bytes that a microbatch in flight keeps. ``gradients``: bytes of accumulated gradients.
+    """
     goes_on = num_microbatches > num_in_flight
     peak = max(
         (num_in_flight - 1) * each + most[FORWARD] + (gradients if goes_on else 0.0),
@@ -58,11 +62,11 @@ def fullest(
 class Lifetimes:
     """Lifetimes of the storages of a graph.
 
-    ``kept`` outlive the forward; ``sent`` are those of them that are kept only because they are sent or yielded.
-    ``last_used[op]`` are those whose last reader (their maker, if they have no reader) is the op, ``released[op]``
-    those that no backward after that of the op reads; ``released_again[op]`` likewise, for recomputed values.
-    ``starts[stop]`` is the start of the range of ops that ends before ``stop``, ``recomputed`` are all ops of such
-    ranges, ``results`` kept storages among them by the op that makes them.
+    ``kept``: storages that live after the forward; ``sent``: those that live only because they are sent or are outputs.
+    ``last_used[op]``: storages whose last reader in the forward is the op (without a reader, the op that makes them).
+    ``released[op]``: storages that are freed after the backward of the op, which is the last to read them;
+    ``released_again[op]``: the same for recomputed storages. ``starts[stop]``: start of the recomputed range
+    ``start:stop``. ``recomputed``: all ops of such ranges. ``results[op]``: storages made in such ranges that are kept.
     """
 
     kept: frozenset[int]
@@ -76,10 +80,10 @@ class Lifetimes:
 
 
 def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> Lifetimes:
-    """Return lifetimes in a stage: until the last use of a value, or until the backward that reads it.
+    """Return the lifetimes of a stage's storages: until their last use, or until the backward that reads them.
 
-    Sent values are kept; received ones stay until their backward is done. A recomputed range of ops keeps what it reads
-    from outside, and the results of ops that are kept. Nothing is saved unless it ``trains``.
+    Sent values are kept; received values live until the stage's backward is done. A recomputed range of ops keeps the
+    values that it reads from outside, and the results named by `Graph.keeps`. Without ``trains``, nothing is saved.
     """
     mine = set(stage.ops)
     ranges = [item for item in graph.recompute if item[0] in mine]
@@ -124,9 +128,9 @@ def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> L
 
 
 def kept_results(graph: Graph, op: int) -> frozenset[int]:
-    """Return the storages that are kept with an op's result: its outputs, and what its kernel makes for its backward.
+    """Return the storages kept with an op's result: its outputs, and values that its kernel makes for its backward.
 
-    Copies of inputs, cast or in another layout, are made again.
+    Copies of inputs, cast or in another layout, are not kept: the recomputation makes them.
     """
     item = graph.ops[op]
     made = [i for i in item.saved if graph.tensors[i].role == "saved"] if _makes_statistics(item) else []
@@ -159,9 +163,10 @@ def _by_op(ops: dict[int, int]) -> dict[int, list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryEvents:
-    """Events in order: ``block`` (E,) is the number of the block, ``num_bytes`` (E,) is negative if it is freed.
+    """Allocations and frees in order, in arrays of shape (events,).
 
-    ``part`` (E,) indexes `MEMORY_PARTS`; ``moment`` (E,) indexes ``moments``, the names of computations.
+    ``block``: number of the memory block. ``num_bytes``: its bytes, negative if it is freed. ``part``: index in
+    `MEMORY_PARTS`. ``moment``: index in ``moments``, the names of the computations, such as "forward of linear".
     """
 
     block: NDArray[np.int64]
@@ -171,13 +176,13 @@ class MemoryEvents:
     moments: tuple[str, ...]
 
     def in_use(self) -> NDArray[np.int64]:
-        """Return the bytes in use after each event, shape (E,)."""
+        """Return the bytes in use after each event, shape (events,)."""
         return np.cumsum(self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The largest number of bytes in use, their parts, and the moment."""
+    """The largest number of bytes in use, the bytes of each part, and the name of the computation at that moment."""
 
     num_bytes: int
     parts: dict[str, int]
@@ -185,12 +190,12 @@ class Peak:
 
     @property
     def owner(self) -> str:
-        """The largest part."""
+        """Name of the part with the most bytes."""
         return max(self.parts, key=self.parts.__getitem__)
 
 
 def find_peak(events: MemoryEvents) -> Peak:
-    """Return the first moment at which the most bytes are in use."""
+    """Return the peak: the first moment at which the most bytes are in use."""
     in_use = events.in_use()
     at = int(in_use.argmax())
     sums = np.zeros(len(MEMORY_PARTS), np.int64)
@@ -203,10 +208,10 @@ def find_peak(events: MemoryEvents) -> Peak:
 
 
 class LedgerStretch(NamedTuple):
-    """Events ``start:stop`` of a ledger; they allocate the blocks ``first:last``.
+    """The events ``start:stop`` of a ledger, which allocate the blocks ``first:last``.
 
-    ``live`` are those of the blocks that are in use at the end, as (block, (bytes, part)). ``others`` are blocks that
-    were allocated before the stretch and are freed in it.
+    ``live``: the blocks that are in use at the end, as (block, (bytes, part)). ``others``: blocks that were allocated
+    before these events and are freed by them.
     """
 
     start: int
@@ -218,7 +223,7 @@ class LedgerStretch(NamedTuple):
 
 
 class Ledger:
-    """Writes events: `take` returns the number of a block, which `free` accepts."""
+    """A recorder of memory events: `take` allocates a block and returns its number, `free` frees it."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, int]] = []
@@ -228,40 +233,40 @@ class Ledger:
 
     @property
     def num_events(self) -> int:
-        """The number of events written so far."""
+        """Number of events recorded so far."""
         return len(self._rows)
 
     def begin(self, moment: str) -> None:
-        """Name the computation that follows."""
+        """Start a computation; ``moment`` names it in the events that follow."""
         self._moments.append(moment)
 
     def take(self, num_bytes: int, part: int) -> int:
-        """Allocate a block; return its number."""
+        """Allocate a block and return its number; ``part``: index in `MEMORY_PARTS`."""
         block, self._count = self._count, self._count + 1
         self._live[block] = (num_bytes, part)
         self._note(block, num_bytes, part)
         return block
 
     def free(self, block: int) -> None:
-        """Free a block."""
+        """Free the block with this number."""
         num_bytes, part = self._live.pop(block)
         self._note(block, -num_bytes, part)
 
     def mark(self) -> tuple[int, int]:
-        """Return the start of a stretch: the numbers of events and of blocks so far."""
+        """Return a mark for `since`: the numbers of events and of blocks so far."""
         return len(self._rows), self._count
 
     def since(self, mark: tuple[int, int]) -> LedgerStretch:
-        """Return the events since a mark."""
+        """Return the events recorded since a mark."""
         start, first = mark
         live = tuple((block, self._live[block]) for block in range(first, self._count) if block in self._live)
         others = tuple(row[0] for row in self._rows[start:] if row[0] < first)
         return LedgerStretch(start, len(self._rows), first, self._count, live, others)
 
     def repeat(self, stretch: LedgerStretch, instead: Mapping[int, int] | None = None) -> int:
-        """Write a stretch again, with new blocks; return the increase of their numbers.
+        """Record the events of a stretch once more, with new blocks; return the increase of the blocks' numbers.
 
-        ``instead`` has, for each earlier block that the stretch frees, the block that is freed this time.
+        ``instead``: for each of ``stretch.others``, the block that is freed this time.
         """
         shift, found = self._count - stretch.first, instead or {}
         self._rows += [
@@ -276,7 +281,7 @@ class Ledger:
         return shift
 
     def events(self) -> MemoryEvents:
-        """Return all written events."""
+        """Return all recorded events."""
         columns = np.array(self._rows, np.int64).reshape(-1, 4).T
         return MemoryEvents(
             block=columns[0],

@@ -1,8 +1,9 @@
-"""Keys that are equal for stages with equal memory needs, so that one walk serves both.
+"""Keys that are equal for stages with equal memory needs, so that the memory of only one of them is computed.
 
-Stages are equal if their layers have the same blocks (`Layer.block`: operators, sizes and wiring inside a layer), wired
-to each other and to outside values in the same way. Values made in the stage are named by their layer's distance and
-their place in it, values from outside by the order in which they appear.
+Two stages have equal keys if their layers have the same blocks (`Layer.block`: operators, sizes and wiring inside a
+layer), connected to each other and to outside values in the same way. In the key, a value made in the stage is named by
+the distance of its layer from the first one and its position in the layer; a value from outside by its order of
+appearance.
 """
 
 from __future__ import annotations

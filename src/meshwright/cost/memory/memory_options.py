@@ -1,19 +1,20 @@
 """Closed forms of a stage's memory on a rank with sharding, recomputation or offload; the memory that a plan may use.
 
-`weigh_rank` gives a rank's memory. With N ranks that hold the same stage, in groups of e that divide the experts, P
-elements of parameters (those of experts divided by e, and sharded over N / e ranks only), width w and s bytes of states
-per element:
+`weigh_rank` returns a rank's memory. In the formulas, N ranks hold the same stage, in groups of e ranks that divide the
+experts. P is the number of parameter elements (those of experts are divided by e, and sharded over N / e ranks only), w
+the bytes per element, and s the bytes of optimizer states per element:
 
     parameters    w·P,   ZeRO-3: w·P / N + two layers gathered in full
     gradients     w·P,   ZeRO-2, 3: w·P / N + one layer
     states        s·P,   ZeRO-1, 2, 3: s·P / N                       (Rajbhandari et al., SC 2020, section 5)
-    activations   the peak of a step (`fullest`), without gradients; recomputation is included in the walk
+    activations   the peak of a step (`fullest`), without gradients; with recomputation
     host          states, per step 2·w·P / N bytes over PCIe         (Ren et al., ZeRO-Offload, ATC 2021, section 4)
     NVMe          states, also read and written once per step        (Rajbhandari et al., ZeRO-Infinity, SC 2021)
-                  activations on the host: each kept byte is copied there and back; those of two layers stay
+                  activations on the host: each saved byte is copied there and back; those of two layers stay on the
+                  device
 
-For a `Plan` this is simulated; these functions need only the given options. `MemoryLimit`: the memory of a device that
-the allocator of a rank may reserve.
+The memory of a `Plan` is simulated instead. `MemoryLimit` is the memory of a device that a rank's allocator may
+reserve.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ MEMORY_MARGIN = 0.15
 # https://github.com/NVIDIA/nccl/issues/864).
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """How much of a device's memory a plan may use.
+    """The memory of each device that a plan may use.
 
-    ``num_bytes`` replaces the memory of every device, without what is outside of the allocator. ``margin`` is the share
-    by which predictions may be too low; None stands for `MEMORY_MARGIN` on GPUs, and for 0 on CPUs and with
-    ``num_bytes``.
+    ``num_bytes``: bytes for the allocator on every device; None for the device's memory minus CUDA's context and NCCL's
+    buffers. ``margin``: the share (0.15 is 15 %) by which predictions may be too low; None for `MEMORY_MARGIN` on GPUs,
+    and for 0 on CPUs and with ``num_bytes``.
     """
 
     num_bytes: int | None = None
@@ -67,13 +68,13 @@ class MemoryLimit:
         return max(int(room / (1 + self.margin_on(kind))), 0)
 
     def margin_on(self, kind: DeviceKind) -> float:
-        """Return the margin on a device kind."""
+        """Return the margin on a device kind, as a share of the predicted memory."""
         if self.margin is not None:
             return self.margin
         return 0.0 if self.num_bytes is not None or backend_of(kind) == "cpu" else MEMORY_MARGIN
 
     def explain(self, kind: DeviceKind) -> str:
-        """Return the parts of a device's memory that plans leave, in words; "" if plans may use all of it."""
+        """Return a sentence on the parts of a device's memory that plans do not use; "" if they may use all of it."""
         parts = []
         if self.num_bytes is None and backend_of(kind) == "cuda":
             parts.append(f"{format_bytes(_outside_bytes(kind))} for CUDA and NCCL")
@@ -95,9 +96,11 @@ LAYERS_AT_HAND = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """How a stage is kept. ``states_on`` and ``activations_on`` say where they are between uses.
+    """How the memory of a stage is divided between ranks, and what is offloaded.
 
-    ``num_expert_ranks`` must divide ``num_ranks``; raises PlanError otherwise.
+    ``num_ranks``: ranks that hold the stage. ``num_expert_ranks``: ranks over which the experts are divided.
+    ``zero``: ZeRO stage. ``states_on``, ``activations_on``: where optimizer states and activations are between uses.
+    Raises PlanError if ``num_expert_ranks`` does not divide ``num_ranks``.
     """
 
     num_ranks: int = 1
@@ -109,16 +112,17 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_expert_ranks < 1 or self.num_ranks % self.num_expert_ranks:
             raise PlanError(
-                f"{self.num_ranks} ranks were to divide experts over {self.num_expert_ranks}; expected positive "
-                "numbers, the second a divisor of the first."
+                f"The experts of a stage on {self.num_ranks} ranks cannot be divided over {self.num_expert_ranks} "
+                "ranks; expected positive numbers, the second a divisor of the first."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank on its device, on its host and on NVMe, and bytes moved per step to and from each.
+    """Memory of one rank, in bytes, on its device, on its host and on NVMe.
 
-    ``absent_bytes`` are gradients that do not exist yet at the peak.
+    ``absent_bytes``: gradients that do not exist yet at the peak of the device. ``host_moved_bytes``,
+    ``nvme_moved_bytes``: bytes moved per step between device and host, and to and from NVMe.
     """
 
     parameter_bytes: int
@@ -134,22 +138,22 @@ class RankMemory:
 
     @property
     def device_bytes(self) -> int:
-        """Peak on the device."""
+        """Peak memory on the device, in bytes."""
         parts = (self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes, self.activation_bytes)
         return sum(parts) + self.buffer_bytes - self.absent_bytes
 
     def moving_seconds(self, pcie: Link, nvme_bandwidth_bytes_per_s: float | None = None) -> float:
-        """Return the seconds per step of moved bytes on the links, one after the other; 0 if nothing is moved.
+        """Return the seconds per step to move the bytes over PCIe and then to and from NVMe; 0 if nothing is moved.
 
-        Raises PlanError if something is on NVMe and its bandwidth is not given.
+        Raises PlanError if states are on NVMe and its bandwidth is None.
         """
         seconds = estimate_host_copy(pcie, self.host_moved_bytes).seconds
         if not self.nvme_moved_bytes:
             return seconds
         if nvme_bandwidth_bytes_per_s is None:
             raise PlanError(
-                "States are on NVMe, but its bandwidth was not given; expected bytes per second. Take them from the "
-                "drive's datasheet, the rate when reads and writes alternate."
+                "Optimizer states are on NVMe, but nvme_bandwidth_bytes_per_s was not given; expected bytes per "
+                "second. Take the rate for alternating reads and writes from the drive's datasheet."
             )
         return seconds + self.nvme_moved_bytes / nvme_bandwidth_bytes_per_s
 
@@ -167,8 +171,8 @@ def weigh_rank(
 ) -> RankMemory:
     """Return the memory of a rank of a stage for microbatches of ``batch_size`` samples, in training.
 
-    ``num_in_flight`` of a step's ``num_microbatches`` at a time. ``device``: the device type. Raises GraphError for a
-    batch size that the graph does not support.
+    At most ``num_in_flight`` of the ``num_microbatches`` of a step are in flight at once. ``device``: "cpu" or "cuda".
+    Raises GraphError for a batch size that the graph does not support.
     """
     graph = as_computed(graph, workload.numbers)
     num_microbatches = max(num_microbatches, num_in_flight)

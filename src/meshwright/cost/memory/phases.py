@@ -1,13 +1,14 @@
-"""Memory that a forward, a backward and the optimizer step of a stage add: at their peaks, and afterwards.
+"""Memory that a forward, a backward and the optimizer step of a stage add, at their peaks and afterwards.
 
-Every allocation of a stage is followed for a few microbatches (`walk`); of each computation two sums by part are kept,
+Every allocation of a stage is followed for two microbatches (`walk`). For each computation, two sums by part are
+recorded:
 
-    most     beyond the memory in use at its start, at the moment with the most in use
-    after    what it leaves behind, negative for what it frees; over a step they add up to 0
+    most     bytes in use at the computation's peak, minus the bytes in use at its start
+    after    bytes in use at its end, minus the bytes in use at its start; over a step they add up to 0
 
-There are two kinds of backwards, because gradients accumulate over the microbatches of a step: the first makes them,
-and copies gradients to be reduced into buckets; later ones add to them. Accounted for elsewhere: inputs (present for
-the whole step), received values (until the backward is done), and the end of what is sent back.
+The first backward of a step differs from later ones, because gradients accumulate over the microbatches: the first one
+makes the gradients, and copies those that are reduced into buckets; later ones add to them. Not included are inputs
+(present during the whole step), received values (present until the backward is done), and the end of sent gradients.
 """
 
 from __future__ import annotations
@@ -34,25 +35,31 @@ _ELSEWHERE = [RECEIVED, INPUTS]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Bytes by part, in the order of `MEMORY_PARTS`."""
+    """The memory that one computation adds at its peak (``most``) and leaves at its end (``after``).
+
+    Both are bytes by part, in the order of `MEMORY_PARTS`; ``after`` is negative for freed memory.
+    """
 
     most: tuple[int, ...]
     after: tuple[int, ...]
 
     @property
     def most_bytes(self) -> int:
-        """Bytes at the peak."""
+        """Bytes that the computation adds at its peak, over all parts."""
         return sum(self.most)
 
     @property
     def after_bytes(self) -> int:
-        """Bytes left behind."""
+        """Bytes that the computation adds at its end, over all parts; negative if it frees memory."""
         return sum(self.after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePhases:
-    """The first backward of a step, and a later one."""
+    """The memory that each computation of a stage adds.
+
+    ``first``: the first backward of a step; ``later``: any later backward.
+    """
 
     forward: Phase
     first: Phase
@@ -72,7 +79,10 @@ def trace_phases(
     shared: SharedUnits | None = None,
     activations_away: bool = False,
 ) -> StagePhases:
-    """Trace a stage for microbatches of ``batch_size`` samples. Raises as `trace_stage` does."""
+    """Return the memory that each computation of a stage adds, for microbatches of ``batch_size`` samples.
+
+    The arguments are those of `trace_stage`, which raises the same errors.
+    """
     walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away)
     ends = [0]
 
@@ -97,9 +107,10 @@ def trace_phases(
 
 
 def count_phases(kept: Mapping[int, int], gradient_bytes: int, sent_bytes: int, workspace_bytes: int) -> StagePhases:
-    """Return phases without a walk, for graphs with their own backward: what a microbatch keeps, and one workspace.
+    """Return the phases of a graph that contains its own backward, from sums instead of single allocations.
 
-    Gradients exist from the start of the first backward.
+    ``kept``: bytes that a microbatch keeps, by part. ``workspace_bytes``: a workspace in each forward and backward.
+    ``sent_bytes``: gradients sent to earlier stages. All gradients exist from the start of the first backward.
     """
 
     def phase(after: Mapping[int, int], extra: Mapping[int, int]) -> Phase:

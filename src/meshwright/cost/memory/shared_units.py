@@ -1,10 +1,10 @@
-"""Units of sharded parameters: gathered for the ops that read them, and scattered as gradients.
+"""Memory of FSDP units: sharded parameters that are gathered for the ops that read them.
 
-As in torch's FSDP2 (torch/distributed/fsdp/_fully_shard): a unit is gathered before its first op and resharded after
-its last one; during the backward of a unit or the root, the next unit in that order is prefetched. On GPUs the host
-prefetches in forwards, too. When the backward of a unit is done, its gradients are copied into the input of the
-reduce-scatter, which exists until the next unit's is made, and a rank keeps its part of the sums. The root's
-parameters are gathered all the time, its gradients whole until the end of the backward.
+As in torch's FSDP2 (torch/distributed/fsdp/_fully_shard), a unit is gathered before its first op and resharded after
+its last op. During the backward of a unit or of the root, the unit whose backward comes next is prefetched. On GPUs the
+host prefetches in forwards, too. When the backward of a unit is done, its gradients are copied into the input of the
+reduce-scatter. This input exists until that of the next unit is made. A rank keeps its shard of the summed gradients.
+The parameters of the root are always gathered, and its gradients are whole until the end of the backward.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class SharedUnit(NamedTuple):
-    """A unit of sharded parameters, which ops from ``first`` to ``last`` read.
+    """One FSDP unit: sharded parameters that the ops from ``first`` to ``last`` read.
 
-    ``gathered_bytes``: of all its parameters when gathered. ``scattered_bytes``: of their gradients, in the type in
-    which they are reduced. ``own_bytes``: bytes that a rank keeps of the sums.
+    ``gathered_bytes``: bytes of all parameters when gathered. ``scattered_bytes``: bytes of their gradients, in the
+    type in which they are reduced. ``own_bytes``: bytes of a rank's shard of the summed gradients.
     """
 
     first: int
@@ -34,9 +34,9 @@ class SharedUnit(NamedTuple):
 
 
 class SharedUnits(NamedTuple):
-    """FSDP units of a stage in the order of their ops; the root unit has the parameters outside all of them.
+    """The FSDP units of a stage in the order of their ops; ``root`` has the parameters that no other unit contains.
 
-    ``stay_gathered``: units are never resharded (ZeRO 2).
+    ``stay_gathered``: whether the parameters of units are never resharded (ZeRO 2).
     """
 
     root: SharedUnit
@@ -45,7 +45,7 @@ class SharedUnits(NamedTuple):
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """A key, equal for stages that differ only in names of ops and parameters (`memory_likeness`)."""
+        """A key that is equal for stages which differ only in the names of ops and parameters (`memory_likeness`)."""
         sizes = ((unit.gathered_bytes, unit.scattered_bytes, unit.own_bytes) for unit in (self.root, *self.units))
         return (self.stay_gathered, *sizes)
 
@@ -54,7 +54,7 @@ NOTHING_SHARED = SharedUnits(root=SharedUnit(0, 0, (), 0, 0, 0), units=(), stay_
 
 
 class UnitMemory:
-    """The allocations and frees of sharded units; `StageWalk` calls its methods when ops start and end."""
+    """The allocations and frees of FSDP units; `StageWalk` calls the methods when ops start and end."""
 
     def __init__(self, shared: SharedUnits, ledger: Ledger, device: Backend) -> None:
         self._shared, self._ledger, self._device = shared, ledger, device
@@ -67,7 +67,7 @@ class UnitMemory:
         self.own: dict[tuple[int, ...], int] = {}
 
     def before_forward(self, op: int) -> None:
-        """Gather the unit whose first op this is; on CUDA also the following unit (prefetch)."""
+        """Gather the unit that starts with this op; on CUDA devices gather the next unit, too (prefetch)."""
         place = self._by_first.get(op)
         if place is not None:
             self._gather(place)
@@ -75,39 +75,42 @@ class UnitMemory:
                 self._gather(place + 1)
 
     def after_forward(self, op: int) -> None:
-        """Free the gathered parameters of the unit whose last op this is."""
+        """Free the gathered parameters of the unit that ends with this op."""
         self._let_go(self._by_last.get(op))
 
     def begin_backward(self) -> None:
-        """Gather the last unit."""
+        """Gather the last unit, whose backward comes first."""
         self._gather(len(self._shared.units) - 1)
 
     def before_backward(self, op: int) -> None:
-        """Gather the unit whose last op this is, and the unit before it (prefetch)."""
+        """Gather the unit that ends with this op, and the unit before it (prefetch)."""
         place = self._by_last.get(op)
         if place is not None:
             self._gather(place)
             self._gather(place - 1)
 
     def unit_done(self, op: int) -> SharedUnit | None:
-        """Return the unit whose backward ends with that of an op, and free its gathered parameters."""
+        """Free the gathered parameters of the unit whose backward ends with that of this op.
+
+        Returns the unit, or None if no unit ends here.
+        """
         place = self._by_first.get(op)
         self._let_go(place)
         return None if place is None else self._shared.units[place]
 
     @property
     def root(self) -> SharedUnit:
-        """The unit of all other parameters."""
+        """The root unit: the parameters that no other unit contains."""
         return self._shared.root
 
     def copy_in(self, unit: SharedUnit) -> None:
-        """Allocate the input of a reduce-scatter; free that of the unit before."""
+        """Allocate the input of a unit's reduce-scatter, and free that of the previous unit."""
         self._drop_input()
         if unit.scattered_bytes:
             self._scattered = self._ledger.take(unit.scattered_bytes, WORKSPACE)
 
     def scatter(self, unit: SharedUnit) -> None:
-        """Add a rank's part of the sums to its part of this step."""
+        """Run a unit's reduce-scatter: allocate the rank's shard of the gradients, or add to it in later backwards."""
         if not unit.scattered_bytes:
             return
         if unit.own_bytes and unit.parameters not in self.own:
@@ -120,7 +123,7 @@ class UnitMemory:
         self._drop_input()
 
     def end_step(self) -> None:
-        """Free the gradients at the end of a step (set_to_none)."""
+        """Free the shards of the gradients at the end of a step (set_to_none)."""
         for block in self.own.values():
             self._ledger.free(block)
         self.own.clear()

@@ -1,14 +1,14 @@
 """Bytes of a stage by part, its peak for microbatches in flight (`weigh_stage`), and every allocation (`trace_step`).
 
     static         parameters + buffers + optimizer states (+ master weights in mixed precision)
-    inputs         of every microbatch of a step, during the whole step
+    inputs         inputs of every microbatch of a step, during the whole step
     per microbatch saved + received + sent, from its forward to its backward (0 without a backward)
     gradients      from a step's first backward to the optimizer's step
     peak           static + n · inputs + the largest memory within a step of n microbatches (`fullest`)
 
-``saved`` is what autograd keeps for the backward of the stage's ops, each storage once; received values, the inputs
-that the stage reads itself and its own state are not included. ``sent`` are outgoing values that nothing saved: they
-live until their gradient returns. Floating tensors have the width of the workload's precision.
+"saved" are the values that autograd saves for the backward of the stage's ops, each storage once, without received
+values, the stage's inputs, and its parameters and buffers. "sent" are values sent to later stages that no op saved;
+they live until their gradient returns. Floating-point tensors have the width of the workload's precision.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ def trace_step(
     device: Backend = "cpu",
     loop: OptimizerLoop | None = None,
 ) -> MemoryEvents:
-    """Return events from building the model to the end of its second step.
+    """Return the memory events of a whole model on one device, from its construction to the end of its second step.
 
     Args:
         graph: A graph for training, with its loss.
         workload: Optimizer, precision and the samples of a step, divided into microbatches.
-        num_microbatches: Their number in a step; gradients accumulate.
-        device: The device type, which determines workspaces of libraries.
+        num_microbatches: Number of microbatches of a step, over which gradients accumulate.
+        device: "cpu" or "cuda", which determines the workspaces of libraries.
         loop: The optimizer's loop over the parameters; by default one by one on CPUs, as in torch, else fused.
 
-    Raises GraphError for a graph without loss or with a backward of its own, for a batch that it does not describe, and
-    for microbatches of unequal size.
+    Raises GraphError for a graph without loss or with its own backward, for a batch size that the graph does not
+    support, and for microbatches of unequal size.
     """
     if workload.global_batch % num_microbatches:
         raise GraphError(
-            f"A step of {workload.global_batch} samples cannot be made of {num_microbatches} microbatches; expected a "
-            "divisor of the samples. Choose such a number of microbatches."
+            f"A step of {workload.global_batch} samples cannot be divided into {num_microbatches} equal microbatches; "
+            "expected a divisor of the number of samples."
         )
     order = [(is_backward, index) for index in range(num_microbatches) for is_backward in (False, True)]
     stage = slice_graph(graph, [(0, len(graph.layers))])[0]
@@ -110,29 +110,29 @@ def trace_stage(
     shared: SharedUnits | None = None,
     state_parts: int = 1,
 ) -> MemoryEvents:
-    """Return events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
+    """Return the memory events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
 
     Args:
         graph: A graph for training, with its loss.
-        stage: The part of it that the rank computes.
+        stage: The part of the graph that the rank computes.
         workload: Optimizer and precision.
         batch_size: Samples of a microbatch.
-        order: The computations of a step: (whether it is a backward, the microbatch).
+        order: The computations of a step, as pairs (whether it is a backward, the number of the microbatch).
         device: As for `trace_step`.
         loop: As for `trace_step`.
-        bucket_bytes: Bytes of the buffers in which gradients are reduced.
-        bucketed: Parameters whose gradients are in buckets.
-        num_inputs: Microbatches of a step, whose inputs exist all the time (default: those of the order).
-        activations_away: Whether activations are in host memory until the backward (`away`).
-        shared: Units of sharded parameters; static memory is counted as if they were whole.
-        state_parts: Replicas over which the optimizer step and its states are sharded.
+        bucket_bytes: Bytes of all buckets, in which gradients are reduced.
+        bucketed: Ids of the parameters whose gradients are in buckets.
+        num_inputs: Number of microbatches whose inputs exist during the whole step (default: those of ``order``).
+        activations_away: Whether activations are offloaded to host memory until the backward (`away`).
+        shared: FSDP units; static memory is counted as if parameters were not sharded.
+        state_parts: Number of replicas over which the optimizer step and its states are sharded.
 
     Raises GraphError as `trace_step` does.
     """
     if not graph.has_loss or graph.mode != "training" or has_own_backward(graph):
         raise GraphError(
-            f"Graph {graph.name!r} has no loss, is for inference, or holds its own backward; expected a forward that "
-            "ends in a loss. Capture the model with its loss, for training."
+            f"Graph {graph.name!r} has no loss, is for inference, or contains its own backward; expected a forward "
+            "that ends in a loss. Capture the model with its loss, for training."
         )
     loop = loop or default_loop(device)
     walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away, state_parts)
@@ -145,7 +145,11 @@ def trace_stage(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes of one stage on one rank; the last four are per microbatch. ``phases``: memory that computations add."""
+    """Memory of one stage on one rank, in bytes.
+
+    ``saved_bytes``, ``received_bytes``, ``input_bytes`` and ``sent_bytes`` are per microbatch (see the module).
+    ``phases``: memory that each computation adds.
+    """
 
     parameter_bytes: int
     buffer_bytes: int
@@ -159,7 +163,7 @@ class StageMemory:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes that exist with or without microbatches."""
+        """Bytes of parameters, buffers and optimizer states, which exist during the whole step."""
         return self.parameter_bytes + self.buffer_bytes + self.optimizer_bytes
 
     @property
@@ -168,9 +172,10 @@ class StageMemory:
         return self.received_bytes + self.phases.forward.after_bytes
 
     def peak_bytes(self, num_in_flight: int, num_microbatches: int | None = None) -> int:
-        """Return the peak with ``num_in_flight`` of a step's microbatches (default: all).
+        """Return the peak bytes of a step with at most ``num_in_flight`` microbatches in flight at once.
 
-        Transfers in flight are not included.
+        ``num_microbatches``: microbatches of a step; by default ``num_in_flight``. Transfers in flight are not
+        included.
         """
         count = num_microbatches or num_in_flight
         each, gathered = self.microbatch_bytes, -self.phases.optimizer.after_bytes
@@ -178,16 +183,19 @@ class StageMemory:
         return self.static_bytes + count * self.input_bytes + round(moment)
 
     def activation_bytes(self, num_in_flight: int, num_microbatches: int) -> int:
-        """Return the peak bytes of inputs and of computing and keeping microbatches.
+        """Return the peak bytes of inputs, activations and workspaces, without gradients of parameters.
 
-        Gradients of parameters are not included.
+        The arguments are those of `peak_bytes`.
         """
         most = self.most_bytes() - self.most_bytes(GRADIENTS)
         moment = fullest(most, float(self.microbatch_bytes), 0.0, num_in_flight, num_microbatches)
         return num_microbatches * self.input_bytes + round(moment)
 
     def most_bytes(self, part: int | None = None) -> NDArray[np.float64]:
-        """Return the peak bytes that each computation adds (of one part), in the order of `fullest`, shape (4,)."""
+        """Return the bytes that each computation adds at its peak, in the order of `fullest`, shape (4,).
+
+        ``part``: an index in `MEMORY_PARTS` to count only this part; None for all parts.
+        """
 
         def most(phase: Phase) -> int:
             return phase.most_bytes if part is None else phase.most[part]
@@ -200,7 +208,7 @@ class StageMemory:
 
 
 def backend_of(kind: DeviceKind) -> Backend:
-    """Return the device type: CUDA for a device whose datasheet has a rate for float16."""
+    """Return the device type of a device kind: "cuda" if its datasheet has a rate for float16, else "cpu"."""
     return "cuda" if "float16" in kind.peak_flops_per_s else "cpu"
 
 
@@ -217,10 +225,10 @@ def weigh_stage(
 ) -> StageMemory:
     """Return the memory of one stage for microbatches of ``batch_size`` samples.
 
-    ``device``: the device type. ``bucketed``: parameters whose gradients are reduced in buckets. ``shared``: units of
-    sharded parameters; static memory is counted as if they were whole. ``activations_away``: activations are in host
-    memory between passes (`away`), which affects ``phases`` only. Recomputation affects ``phases``, not
-    ``saved_bytes``. Raises GraphError for a batch size that the graph does not support.
+    ``device``: "cpu" or "cuda". ``bucketed``: ids of the parameters whose gradients are reduced in buckets. ``shared``:
+    FSDP units; static memory is counted as if parameters were not sharded. ``activations_away``: whether activations
+    are offloaded to host memory between forward and backward (`away`). Offload and recomputation affect ``phases``, but
+    not ``saved_bytes``. Raises GraphError for a batch size that the graph does not support.
     """
     graph.check_batch_size(batch_size)
     graph = as_kept(graph, workload.numbers, device)

@@ -1,6 +1,6 @@
-"""The memory of each op (`OpMemory`); a walk through the ops of a stage that records allocations (`StageWalk`).
+"""A walk through the ops of a stage that records all allocations (`StageWalk`), and the memory of each op (`OpMemory`).
 
-The model is described in `stage_memory`.
+`stage_memory` describes which allocations are recorded, and when they are freed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ if TYPE_CHECKING:
 
 
 class OpMemory(NamedTuple):
-    """Tensors and bytes of an op, wherever in a step it is computed.
+    """The tensors and bytes that an op allocates, which are equal each time that it runs.
 
-    ``made`` are outputs with storages of their own, ``kept`` such values that only the backward reads, and ``copies``
-    those of them that autocast makes of inputs. ``cast``: bytes of inputs in the type to which autocast casts them.
-    ``narrows``: the op casts inside, instead of its inputs. ``passing``: pairs of an input and an output whose
-    gradients share memory. ``differentiated``: inputs that require a gradient, each once.
+    ``made``: outputs with storages of their own. ``kept``: saved values with storages of their own; ``copies``: those
+    of them that are cast copies of inputs. ``cast``: bytes of the inputs that autocast casts, in the new type, by
+    input; ``cast_bytes``: their sum. ``narrows``: whether the op casts inside, not its inputs. ``forward_workspace``,
+    ``backward_workspace``: additional bytes during the computation. ``differentiated``: inputs that require a gradient,
+    each once. ``passing``: pairs (input, output) whose gradients share memory.
     """
 
     made: tuple[int, ...]
@@ -68,7 +69,7 @@ class OpMemory(NamedTuple):
 
 
 class OpMemories:
-    """The memory of the ops of a graph for one batch size, each computed at first use."""
+    """The `OpMemory` of each op of a graph for one batch size, by the op's index; each is computed at first use."""
 
     def __init__(
         self, graph: Graph, batch_size: int, numbers: Numbers, float_bytes: int | None, device: Backend
@@ -90,7 +91,7 @@ class OpMemories:
 def op_memories(
     graph: Graph, batch_size: int, numbers: Numbers, float_bytes: int | None, device: Backend
 ) -> OpMemories:
-    """Return the memory of the ops of a graph `as_kept`. Raises as `measure_tensors`."""
+    """Return the memory of the ops of a graph that is a result of `as_kept`. Raises as `measure_tensors`."""
     return OpMemories(graph, batch_size, numbers, float_bytes, device)
 
 
@@ -129,7 +130,10 @@ OptimizerLoop = Literal["tensors", "foreach", "fused"]
 
 
 def default_loop(device: Backend) -> OptimizerLoop:
-    """Return one by one on CPUs, as in torch; one kernel on GPUs, as the runtime requests (training/job.py)."""
+    """Return the optimizer's loop over the parameters: "tensors" (one by one) on CPUs, "fused" (one kernel) on GPUs.
+
+    The former is torch's default; the latter is requested by the runtime (training/job.py).
+    """
     return "tensors" if device == "cpu" else "fused"
 
 
@@ -142,12 +146,13 @@ class _Gradient:
 
 
 class StageWalk:
-    """One rank's stage: ``forward`` and ``backward`` of microbatches in any valid order, and ``optimize``.
+    """A walk through the steps of one rank's stage, which records its allocations and frees in ``ledger``.
 
-    ``bucketed`` are parameters whose gradients a step's first backward copies into buckets, one by one, and frees;
-    later ones add to the buckets (runtime/gradient_reduction.py). ``shared`` are units of sharded parameters;
-    ``activations_away``: see `away`. ``state_parts``: replicas over which the optimizer step and its states are
-    sharded. Raises GraphError for a graph with its own backward or an invalid batch size.
+    The methods `forward` and `backward` run a microbatch, in any valid order; `optimize` runs the optimizer step.
+    ``bucketed``: parameters whose gradients the first backward of a step copies into buckets, one by one, and frees;
+    later backwards add to the buckets (runtime/gradient_reduction.py). ``shared``: FSDP units. ``activations_away``:
+    whether activations are offloaded (`away`). ``state_parts``: number of replicas over which the optimizer step and
+    its states are sharded. Raises GraphError for a graph with its own backward or an invalid batch size.
     """
 
     def __init__(
@@ -198,7 +203,7 @@ class StageWalk:
         self._passes: tuple[LedgerStretch, dict[int, int], dict[tuple[int, ...], int]] | None = None
 
     def build(self, bucket_bytes: int, num_microbatches: int) -> None:
-        """Allocate static memory: the stage's state, workspaces of libraries, a step's inputs."""
+        """Allocate static memory: parameters, buffers, library workspaces, buckets, and the inputs of a step."""
         for part, tensors in ((PARAMETERS, self._stage.parameters), (BUFFERS, self._stage.buffers)):
             for i in tensors:
                 if self._graph.tensors[i].storage == i:
@@ -212,7 +217,7 @@ class StageWalk:
                 self.ledger.take(self._sizes[i], INPUTS)
 
     def forward(self, microbatch: int) -> None:
-        """Run all ops; free what no backward needs after its last use."""
+        """Run the forward of a microbatch; values that no backward needs are freed after their last use."""
         if self._forward is None:
             mark = self.ledger.mark()
             values = self._values[microbatch] = self._walk_forward()
@@ -242,7 +247,7 @@ class StageWalk:
         return values
 
     def backward(self, microbatch: int) -> None:
-        """Run all ops in reverse, after the gradient of the loss or those that later stages send."""
+        """Run the backward of a microbatch, from the gradient of the loss or the gradients sent by later stages."""
         values = self._values.pop(microbatch)
         if self._num_backwards and self._later is not None:
             # Events of a later backward of a step do not depend on other microbatches in flight.
@@ -297,7 +302,10 @@ class StageWalk:
         self._again.clear()
 
     def compute(self, order: Sequence[tuple[bool, int]]) -> None:
-        """Run the passes of a step: (whether it is a backward, the microbatch); every step has the same order."""
+        """Run the forwards and backwards of a step in ``order``: pairs (whether it is a backward, the microbatch).
+
+        Every call must have the same order.
+        """
         if self._passes is None:
             mark = self.ledger.mark()
             for is_backward, microbatch in order:
@@ -313,7 +321,10 @@ class StageWalk:
             self._units.own = {unit: block + shift for unit, block in own.items()}
 
     def optimize(self, *, first: bool) -> None:
-        """Run one optimizer step over all trained parameters, then free the gradients."""
+        """Run one optimizer step over all trained parameters, then free the gradients.
+
+        ``first``: whether it is the first step, which allocates the optimizer states.
+        """
         optimizer, numbers = self._workload.optimizer, self._workload.numbers
         trained = [i for i in self._stage.parameters if self._graph.tensors[i].requires_grad]
         counts = {i: -(-self._elements[i] // self._state_parts) for i in trained}

@@ -1,4 +1,4 @@
-"""Seconds of ops by their keys, learned from measured ops of the same device."""
+"""Seconds of ops that were not measured, from a regression over measured ops of the same device."""
 
 from meshwright.cost.ops.regressor import PASSES, OpRegressor, Pass, fit_op_regressor
 

@@ -1,17 +1,17 @@
-"""Seconds of unmeasured ops, learned from measured ones on the same device (`fit_op_regressor`), in two stages.
+"""Seconds of unmeasured ops, learned from measured ops of the same device (`fit_op_regressor`), in two stages.
 
-Stage one (`fit_explanation`) estimates a pass of an op from its work, t₁, for each family of operators. Stage two is
-the achieved efficiency ln (t / t₁) = f(op), a Gaussian process over the logarithms x of the op's sizes and bytes,
-within the family:
+Stage one (`fit_explanation`) estimates the time t₁ of a pass (forward, backward or accumulate) of an op from its work,
+for each family of operators. Stage two estimates ln (t / t₁) = f(op) by a Gaussian process over the logarithms x of the
+op's sizes and bytes, within the family:
 
     cov(f, f') = (1 + [same operator] + [same variant]) · (v + w · M(|x - x'| / l)),     M: the Matérn 3/2 function
 
-So an op close to measured ones is estimated like them, one far from all by its operator, one of an unmeasured operator
-by its family. The noise of a row is its measured spread and the variation of timing inside a model.
+So an op with sizes close to measured ops is estimated from these; an op with other sizes from its operator; an op of an
+unmeasured operator from its family. The noise of a row is its measured spread and the variation of timing in a model.
 
-The interval is t · exp(±q·s): s is the process's own deviation, q the quantile of |residual| / s over all rows of the
-table, each predicted without itself, or without all its relatives (the same op at other batch sizes) if that q is
-larger; the inverse gives both at once.
+The interval is t · exp(±q·s). s is the deviation of the process. q is the quantile of |residual| / s over all rows of
+the table, each predicted without itself, or without its relatives (the same op at other batch sizes) if that q is
+larger. The inverse covariance gives both at once.
 
 Source: Rasmussen and Williams, Gaussian Processes for Machine Learning, 2.2 and 5.4.2 (leaving out, here whole blocks).
 v, w, l and the noise were chosen by holding out one model after the other among those that `validation.cpu_ops` does
@@ -41,7 +41,7 @@ _ENOUGH = 1e-6
 
 
 def bound_amounts(amounts: Sequence[Amount], kind: DeviceKind, dtype: str) -> Floats:
-    """Return the seconds of arithmetic, memory and launches by the datasheet, shape (ops, 3)."""
+    """Return the datasheet's seconds of arithmetic, memory traffic and launches for each amount, shape (ops, 3)."""
     rates = (peak_flops(kind, dtype), kind.memory_bandwidth_bytes_per_s, 1.0 / LAUNCH_S)
     columns = np.array([(item.flops, item.num_bytes, item.num_calls) for item in amounts], np.float64)
     bounds: Floats = columns.reshape(-1, 3) / np.array(rates)
@@ -55,7 +55,11 @@ def bound_amounts(amounts: Sequence[Amount], kind: DeviceKind, dtype: str) -> Fl
 # ln a, ln b, ln c are fitted to ln t by Gauss-Newton steps. A normal prior draws them towards 0, the datasheet, so that
 # few rows, or rows that do not determine one of the three, give reasonable values.
 def fit_explanation(bounds: Floats, log_seconds: Floats, noise: Floats) -> Floats:
-    """Return ln a, ln b, ln c from rows: (rows, 3), (rows,) and the deviation of each row's logarithm (rows,)."""
+    """Return the factors ln a, ln b, ln c, shape (3,), fitted to measured rows.
+
+    ``bounds``: `bound_amounts` of the rows, shape (rows, 3). ``log_seconds``: shape (rows,). ``noise``: standard
+    deviation of each row's logarithm, shape (rows,).
+    """
     weights = 1.0 / noise**2
     factors = np.zeros(3)
     for _ in range(_MAX_STEPS):
@@ -72,7 +76,7 @@ def fit_explanation(bounds: Floats, log_seconds: Floats, noise: Floats) -> Float
 
 
 def explain(bounds: Floats, factors: Floats) -> Floats:
-    """Return the logarithm of t₁ of each op, shape (ops,)."""
+    """Return ln t₁ of each op, shape (ops,), from `bound_amounts` and the factors of `fit_explanation`."""
     explained: Floats = np.log((bounds * np.exp(factors)).sum(axis=1))
     return explained
 
@@ -141,9 +145,10 @@ class _Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpRegressor:
-    """Predicts passes of ops by their keys; made by `fit_op_regressor`.
+    """A predictor of the seconds of ops by their keys, made by `fit_op_regressor`.
 
-    ``quantiles``: q of each measured pass; ``describe``: the description of keys (`read_work`, or an extension).
+    ``processes``: the fit by pass (forward, backward, accumulate) and family of operators. ``quantiles``: the quantile
+    q of each pass, for intervals. ``describe``: the function that returns the work of a key, usually `read_work`.
     """
 
     kind: DeviceKind
@@ -153,12 +158,15 @@ class OpRegressor:
     describe: Describe = read_work
 
     def knows(self, key: str) -> bool:
-        """Return whether enough ops of this key's family were measured in its dtype."""
+        """Return whether the op with this key can be predicted: enough ops of its family were measured in its dtype."""
         work = self.describe(key)
         return work is not None and work.dtype in ("", self.dtype) and ("forward", work.family) in self.processes
 
     def predict(self, keys: Sequence[str], part: Pass) -> Predictions:
-        """Return the seconds of one pass of ops for which `knows` is true; 0 if the op has no such pass."""
+        """Return the seconds of one pass of each op, by key; 0 for an op without this pass.
+
+        All keys must be of ops for which `knows` is true.
+        """
         works = [work for work in map(self.describe, keys) if work is not None]
         seconds, low, high = np.zeros(len(works)), np.zeros(len(works)), np.zeros(len(works))
         for family in {work.family for work in works}:
@@ -172,7 +180,7 @@ class OpRegressor:
         return Predictions(seconds=seconds, low_s=low, high_s=high, basis=_BASIS * len(works))
 
     def estimate(self, key: str) -> OpCost:
-        """Return the cost of all passes of one op for which `knows` is true."""
+        """Return the cost of one op, for which `knows` must be true: forward, backward and accumulate."""
         parts = [self.predict((key,), part) for part in PASSES]
         seconds, low, high = (
             RooflineSeconds(
@@ -193,7 +201,10 @@ class OpRegressor:
 def fit_op_regressor(
     rows: Sequence[OpMeasurement], kind: DeviceKind, dtype: str, describe: Describe = read_work
 ) -> OpRegressor:
-    """Learn from the measured ops of one device those in ``dtype`` (and those without floating inputs)."""
+    """Return a regressor fitted to measured ops of one device, in ``dtype`` or without floating-point inputs.
+
+    ``describe``: the function that returns the work of a key, or None for keys to skip.
+    """
     processes: dict[tuple[Pass, Family], _Process] = {}
     quantiles: dict[Pass, float] = {}
     for part in PASSES:

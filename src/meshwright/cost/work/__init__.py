@@ -1,4 +1,4 @@
-"""Work of ops: FLOPs, bytes, kernels, and gradients of their backward; counted once, for all costs."""
+"""The work of ops in forward, backward and gradient accumulation: FLOPs, bytes and kernels."""
 
 from meshwright.cost.work.op_calls import Amount, Family, WorkRow, find_operator, key_in, name_in, operators, relatives
 from meshwright.cost.work.work_count import ATTENTION_BACKWARD, OpWork, read_work

@@ -1,7 +1,7 @@
-"""One call of an operator, parsed from its key in the measurement table (`OpCall`); kinds of operators; their work.
+"""Calls of operators, parsed from keys of the measurement table (`OpCall`), and properties of operators (`WorkRow`).
 
-Inputs, attributes and needed gradients are read from the key; the kinds from the table ``operators.toml``, which
-explains its words and names its sources.
+Inputs, attributes and needed gradients are read from the key. The properties of operators are read from the table
+``operators.toml``, which explains its columns and names its sources.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Kept = Literal["first", "second", "others", "output", "made"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkRow:
-    """A row of the table ``operators.toml``: operators with the same behaviour."""
+    """A row of the table ``operators.toml``: operators that read, write, save and differentiate in the same way.
+
+    ``names``: the operators, separated by spaces. The table explains the other columns.
+    """
 
     family: Family
     names: str
@@ -42,7 +45,7 @@ class WorkRow:
     reads: Literal["all", "none", "rows"] = "all"
 
     def passes_on(self, position: int, input_elements: float, output_elements: float) -> bool:
-        """Return whether the gradient of the input at a position shares the memory of the output's."""
+        """Return whether the gradient of the input at a position shares the memory of the output's gradient."""
         if self.gradient == "viewed":
             return True
         passed = self.gradient == "passed" or (self.gradient == "first passed" and position == 0)
@@ -51,7 +54,7 @@ class WorkRow:
 
 @cache
 def operators() -> dict[str, WorkRow]:
-    """Return the rows by the names of their operators."""
+    """Return the rows of ``operators.toml`` by operator name."""
     text = resources.files("meshwright.cost.work").joinpath("operators.toml")
     with resources.as_file(text) as path:
         rows = decode(tuple[WorkRow, ...], read_data(path)["operators"], "operators.toml")
@@ -59,10 +62,10 @@ def operators() -> dict[str, WorkRow]:
 
 
 def find_operator(name: str, attributes: Mapping[str, str], dtypes: Sequence[str]) -> WorkRow | None:
-    """Return the row of a call's operator, or of its actual work if it is a view only in other cases.
+    """Return the row of ``operators.toml`` for a call of an operator; None if the table lacks the operator.
 
-    Such operators are dropout and conversions. ``dtypes``: those of its inputs. None if the operator is not in the
-    table.
+    Dropout and conversions are views for some arguments; if a call is not a view, the row of its actual work is
+    returned. ``dtypes``: data types of the call's inputs.
     """
     known = operators().get(name)
     if known is None or known.family != "view":
@@ -74,7 +77,7 @@ def find_operator(name: str, attributes: Mapping[str, str], dtypes: Sequence[str
 
 
 def name_in(kind: str) -> str:
-    """Return the name in an op's kind: ``relu_`` for ``aten.relu_.default``.
+    """Return the operator name in an op's kind: ``relu_`` for ``aten.relu_.default``.
 
     A kind without dots is returned unchanged.
     """
@@ -96,7 +99,7 @@ class Amount:
 
     @property
     def num_calls(self) -> int:
-        """Calls of the host: kernels and views."""
+        """Number of calls of the host: kernels plus views."""
         return self.num_kernels + self.num_views
 
 
@@ -110,7 +113,11 @@ _FLOAT_IN_KEY = re.compile(r"(?<=[:=])(?:float64|float32|float16|bfloat16)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """The parts of a key; properties of a missing input are 0."""
+    """A call of an operator, as described by its key in the measurement table.
+
+    ``shapes``, ``dtypes``: of the inputs. ``attributes``: other arguments as text. ``grads``: whether each input needs
+    a gradient.
+    """
 
     operator: str
     shapes: tuple[tuple[int, ...], ...]
@@ -119,35 +126,38 @@ class OpCall:
     grads: tuple[bool, ...]
 
     def elements(self, position: int) -> int:
-        """Return the elements of an input."""
+        """Return the number of elements of the input at a position; 0 if the input is missing."""
         return math.prod(self.shapes[position]) if position < len(self.shapes) else 0
 
     def num_bytes(self, position: int) -> int:
-        """Return the bytes of an input."""
+        """Return the bytes of the input at a position; 0 if the input is missing."""
         return self.elements(position) * DTYPE_BYTES[self.dtypes[position]] if position < len(self.shapes) else 0
 
     def numbers(self, name: str, count: int, default: int) -> list[int]:
-        """Return an attribute such as ``[2, 2]``; a single number is repeated."""
+        """Return ``count`` integers of an attribute such as ``[2, 2]``; a single number is repeated.
+
+        ``default``: the number for a missing attribute.
+        """
         found = self.listed(name) or [default]
         return (found * count)[:count] if len(found) < count else found[:count]
 
     def listed(self, name: str) -> list[int]:
-        """Return all integers of an attribute."""
+        """Return all integers of an attribute; [] if it is missing."""
         return [int(text) for text in re.findall(r"-?\d+", self.attributes.get(name, ""))]
 
     def wanted(self) -> list[int]:
-        """Return the inputs that need a gradient."""
+        """Return the positions of the inputs that need a gradient."""
         return [place for place, flag in enumerate(self.grads) if flag]
 
 
 def key_in(dtype: str, graph: Graph, op: Op, batch_size: int) -> str:
-    """Return the op's key with all floating values in ``dtype``."""
+    """Return the key of an op at a batch size, with all floating-point values in ``dtype``."""
     return _FLOAT_IN_KEY.sub(dtype, op_key(graph, op, batch_size))
 
 
 @lru_cache(maxsize=65536)
 def read_call(key: str) -> OpCall | None:
-    """Return the parts of a key; None if it is not a key. Raises ValueError for unreadable sizes."""
+    """Return the call that a key describes; None if the text is not a key. Raises ValueError for unreadable sizes."""
     match = _KEY.fullmatch(key)
     if match is None:
         return None
@@ -166,7 +176,10 @@ def read_call(key: str) -> OpCall | None:
 
 @lru_cache(maxsize=65536)
 def relatives(key: str) -> str:
-    """Return the common part of keys of one op at different batch sizes: all except first sizes of non-parameters."""
+    """Return a text that is equal for the keys of one op at all batch sizes.
+
+    It has all parts of the key except the first sizes of inputs that are not parameters.
+    """
     call = read_call(key)
     if call is None:
         return key
@@ -181,7 +194,7 @@ def relatives(key: str) -> str:
 
 
 def parameter_places(call: OpCall) -> range:
-    """Return the inputs that are parameters when the operator is used as a layer."""
+    """Return the positions of the inputs that are parameters when the operator is used as a layer."""
     operator = operators().get(call.operator)
     if call.operator == "embedding":
         return range(1)

@@ -1,15 +1,16 @@
-"""The work of an op from its key in the measurement table: FLOPs, bytes, kernels, and sizes and outputs behind them.
+"""The work of an op from its key in the measurement table: FLOPs, bytes and kernels (`read_work`), sizes and outputs.
 
-A user's table holds keys, not graphs; so that measured rows and queried ops have equal descriptions, both are described
-by their key (`spec.measurements.op_key`), and by the table ``operators.toml``:
+A user's measurement table contains keys, not graphs. So that measured rows and queried ops are described in the same
+way, both are described by their key (`spec.measurements.op_key`) and the table ``operators.toml``:
 
-    forward    reads the distinct inputs, writes the outputs and what it makes for its backward; a view is only a call
-    backward   per gradient that is made: reads the output's gradient and what the forward kept, writes it; gradients
-               that are passed on move nothing
+    forward    reads the distinct inputs; writes the outputs and values for its backward; a view is only a host call
+    backward   for each gradient that is made: reads the output's gradient and the saved values, writes the gradient;
+               gradients that share the memory of the output's gradient move no bytes
     accumulate 3 × bytes of the parameters: read the old and the new gradient, write the sum
 
-``sizes`` are logarithms of the sizes that distinguish ops of one family (rows, columns, depth, count); the regressor
-measures distances between ops in them. Operators missing in the table have no description: their times are not guessed.
+``sizes`` are logarithms of the sizes that distinguish ops of one family (rows, columns, depth, count). The regressor
+measures distances between ops by them. Operators that ``operators.toml`` lacks have no description, so the regressor
+does not estimate them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _FIRST_WEIGHT = 3
 #                   as torch then computes it step by step
 #     recurrent     per time step one product of each weight matrix with the batch
 def product_sizes(call: OpCall) -> Sizes:
-    """Return (m, n, k, count) of count products of (m, k) by (k, n)."""
+    """Return (m, n, k, count) of a call that multiplies ``count`` matrices (m, k) by (k, n); also of convolutions."""
     if "conv" in call.operator:
         return _convolution_sizes(call)
     left, right = call.shapes[0], call.shapes[1]
@@ -83,7 +84,10 @@ def _convolution_sizes(call: OpCall) -> Sizes:
 
 
 def product(call: OpCall, written_bytes: float) -> Described:
-    """Return the work of products and convolutions; `addmm` and `baddbmm` have their bias first."""
+    """Return the forward's work, the backward's work and the sizes of a matrix product or convolution.
+
+    ``written_bytes``: bytes of the output.
+    """
     m, n, k, count = product_sizes(call)
     first = 1 if call.operator in ("addmm", "baddbmm") else 0
     flops = 2.0 * m * n * k * count
@@ -100,18 +104,21 @@ def product(call: OpCall, written_bytes: float) -> Described:
 
 
 def attended(call: OpCall) -> tuple[int, int, int, int]:
-    """Return heads of the batch, queries, keys and the width of a head."""
+    """Return the sizes of an attention: heads (times samples), queries, keys, and the width of a head."""
     query, key = call.shapes[0], call.shapes[1]
     return math.prod(query[:-2]), query[-2], key[-2], query[-1]
 
 
 def drops(call: OpCall) -> bool:
-    """Return whether an attention has dropout."""
+    """Return whether an attention call has dropout."""
     return call.attributes.get("dropout_p", "0.0") != "0.0"
 
 
 def attention(call: OpCall, written_bytes: float) -> Described:
-    """Return the work of fused attention, or step by step with dropout."""
+    """Return the forward's work, the backward's work and the sizes of an attention.
+
+    With dropout it is computed step by step, else by a fused kernel. ``written_bytes``: bytes of the output.
+    """
     heads, queries, keys, width = attended(call)
     flops = 4.0 * heads * queries * keys * width
     moved = written_bytes + sum(call.num_bytes(i) for i in range(len(call.shapes)))
@@ -123,13 +130,16 @@ def attention(call: OpCall, written_bytes: float) -> Described:
 
 
 def time_steps(call: OpCall) -> tuple[int, int]:
-    """Return time steps and batch of a recurrent layer; ``batch_first`` says which dim is which."""
+    """Return the numbers of time steps and of samples of a recurrent layer's input."""
     first, second = call.shapes[0][:2]
     return (second, first) if call.attributes.get("batch_first") == "True" else (first, second)
 
 
 def recurrent(call: OpCall, written_bytes: float) -> Described:
-    """Return the work of a recurrent layer over a sequence: its products run one after the other."""
+    """Return the forward's work, the backward's work and the sizes of a recurrent layer over a sequence.
+
+    Its products run one after the other. ``written_bytes``: bytes of the outputs.
+    """
     steps, batch = time_steps(call)
     matrices = [shape for shape in call.shapes[_FIRST_WEIGHT:] if len(shape) == 2]
     flops = 2.0 * steps * batch * sum(math.prod(shape) for shape in matrices)
@@ -151,7 +161,7 @@ _ARANGE = (("start", "0"), ("end", "0"), ("step", "1"))
 
 
 class OpOutput(NamedTuple):
-    """Elements and dtype of one output."""
+    """The number of elements and the dtype of one output of a call."""
 
     elements: int
     dtype: str
@@ -160,7 +170,7 @@ class OpOutput(NamedTuple):
 # One function per word of the column ``output`` of ``operators.toml`` (`_OUTPUTS`). Checked against the outputs of
 # every op of every shipped graph, as capture recorded them.
 def outputs_of(call: OpCall, operator: WorkRow) -> tuple[OpOutput, ...]:
-    """Return elements and dtypes of a call's outputs; a view's are counted as if they were memory.
+    """Return the elements and dtypes of a call's outputs; those of views are counted like new memory.
 
     Raises ArithmeticError, LookupError or ValueError for inputs that do not match the operator.
     """
@@ -290,7 +300,7 @@ def _asked(call: OpCall) -> tuple[OpOutput, ...]:
     if call.operator == "tril_indices":
         rows, columns, offset = (call.numbers(name, 1, 0)[0] for name in ("row", "col", "offset"))
         if rows < 0 or columns < 0:
-            raise ValueError(f"{rows} rows and {columns} columns")
+            raise ValueError(f"tril_indices has {rows} rows and {columns} columns; expected 0 or more of each")
         return (OpOutput(2 * _triangle(rows, columns, offset), given.get("dtype", _INTEGER)),)
     dtype = given.get("dtype") or (call.dtypes[0] if call.dtypes else _FLOAT)
     return (OpOutput(math.prod(call.listed("size")) if "size" in given else call.elements(0), dtype),)
@@ -381,7 +391,11 @@ _INDEX_BYTES = DTYPE_BYTES["int64"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWork:
-    """An op as its key describes it; ``sizes`` is of shape (4,), in powers of two."""
+    """The work of an op, as described by its key.
+
+    ``variant``: operator, family and properties that change its implementation in torch. ``dtype``: that of its first
+    floating-point input, "" without one. ``sizes``: log₂ of the four sizes (see the module).
+    """
 
     operator: str
     variant: str
@@ -395,7 +409,7 @@ class OpWork:
 
 @lru_cache(maxsize=65536)
 def read_work(key: str) -> OpWork | None:
-    """Return the work of the op of this key; None if its operator is unknown, or its inputs do not match it."""
+    """Return the work of the op with this key; None if the operator is unknown, or its inputs do not match it."""
     try:
         call = read_call(key)
         return _count(call) if call is not None else None
