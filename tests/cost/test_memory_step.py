@@ -108,7 +108,7 @@ def test_recomputing_by_groups_of_layers_by_hand():
     # inputs of the second and third, its four results, the last one's input and gradient, and four weights' gradients.
     groups = [(bounds[i][0], bounds[i + 3][1]) for i in range(0, 16, 4)]
     peak = peak_of(with_recompute(graph, groups), 4096)
-    assert peak.moment == "forward of op23 again"
+    assert peak.moment == "recomputation of op23"
     assert peak.num_bytes == 16 * WEIGHT + rows + (2 + 4 + 2) * rows + 4 * WEIGHT + 4
 
 
@@ -233,7 +233,7 @@ def test_kept_results_are_taken_and_not_computed_when_a_range_runs_again():
         taken = [
             num_bytes
             for num_bytes, moment in zip(events.num_bytes, events.moment, strict=True)
-            if num_bytes > 0 and events.moments[moment].endswith(" again")
+            if num_bytes > 0 and events.moments[moment].startswith("recomputation of ")
         ]
         found.append(sum(taken))
     # Two steps, in each of which six values are made again, or four.

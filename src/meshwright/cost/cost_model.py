@@ -1,8 +1,8 @@
 """The cost model: seconds and bytes of ops, transfers, optimizer steps and stages, for planner and simulator.
 
 Each method returns a cost from the measurement table if the table applies, else from datasheet figures. The table
-applies to its device kind; measured transfers apply to the groups that `collectives` describes. Methods and the modules
-that compute their results:
+applies to devices of its kind, and its transfers to ranks of this kind. Methods, and the modules that compute their
+results:
 
     estimate_ops        here, of one op in op_estimates    collective_seconds        collectives.collective_costs
     predict_collective  collectives.collective_costs       collective_host_seconds   collectives.collective_costs
@@ -315,7 +315,7 @@ class CostModel:
         is at the end of its own interval. Raises MeasurementError for an invalid end.
         """
         if end not in get_args(End):
-            raise MeasurementError(f"The end of intervals is {end!r}; expected {' or '.join(get_args(End))}.")
+            raise MeasurementError(f"The end {end!r} of intervals is unknown; expected {' or '.join(get_args(End))}.")
         other = self._keep(("end", end), lambda: replace(self, end=end))
         return self._share(other, _OF_BYTES)
 

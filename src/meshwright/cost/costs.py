@@ -271,10 +271,10 @@ def gather_costs(
     """Return the costs of all ops of a graph from the costs of classes of equal ops.
 
     ``class_of``: the class of each op. ``exchanges``: communication of ops with other ranks, added to their costs.
-    ``slowdown``: factor on all other seconds. ``issued``: the host's seconds for each class; empty on CPUs. ``alike``:
-    a number per class; classes with equal numbers have a common error; by default each class has its own. The ops in
-    the backward half of a joint graph count as backward. Recomputed ops are counted in the backward, with the last op
-    of their range.
+    ``slowdown``: factor on the seconds of the device, without communication. ``issued``: the host's seconds for each
+    class; empty on CPUs. ``alike``: a number per class; classes with equal numbers have a common error; by default each
+    class has its own. The ops in the backward half of a joint graph count as backward. Recomputed ops are counted in
+    the backward, with the last op of their range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
     again = [(stop - 1, np.array(computed_again(graph, start, stop), np.int64)) for start, stop in graph.recompute]

@@ -113,7 +113,7 @@ class TeamCosts:
     def op_exchanges(self, graph: Graph, batch_size: int) -> list[OpExchange]:
         """Return the communication over mesh axes inside the ops of a local graph, for one microbatch.
 
-        Raises MeasurementError if the graph is local to a sharding other than this one.
+        Raises MeasurementError if the graph is sharded over an axis which has one rank in this sharding.
         """
         found = []
         for item in graph.collectives:

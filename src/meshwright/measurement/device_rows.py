@@ -104,7 +104,7 @@ def measure_device_table(
         if kept(row):
             continue
         if time.monotonic() - begun > budget_s:
-            left_out["the rest"] = f"{len(cases) - done} operators after {budget_s:g} s; measure again for them"
+            left_out["the rest"] = f"{len(cases) - done} operators not measured after {budget_s:g} s; measure again"
             break
         try:
             with clock.side():

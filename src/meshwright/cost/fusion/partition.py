@@ -3,8 +3,8 @@
 The backward recomputes all values that are not saved. As in torch, the saved values are a minimum cut of the graph of
 values, between the forward and the values that only the backward makes. Cutting at a value costs its bytes, weighted by
 its distance from the backward, and doubled if the value would not be stored otherwise. Some values are never
-recomputed: products, large reductions, values that the backward stores, and values that are read before and after such
-a value (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
+recomputed: products, reductions to less than a quarter of the bytes, values that the backward stores, and values that
+are read before and after such a value (torch 2.13, torch/_functorch/partitioners.py, solve_min_cut).
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class StageWalk:
         self._num_backwards += 1
 
     def _walk_backward(self, values: dict[int, int]) -> None:
-        self.ledger.begin("gradient of the loss" if not self._stage.outgoing else "gradients of what was sent")
+        self.ledger.begin("gradient of the loss" if not self._stage.outgoing else "gradients received")
         self._away.begin_backward(self.ledger)
         for i in self._graph.outputs[:1] if self._stage.outputs else ():
             self._gradients[i] = _Gradient(self.ledger.take(self._sizes[i], WORKSPACE))
@@ -392,7 +392,7 @@ class StageWalk:
         self._away.hand_back(start, stop, values)
         for index in passed_again(self._graph, start, stop):
             op = self._graph.ops[index]
-            self.ledger.begin(f"forward of {op.name} again")
+            self.ledger.begin(f"recomputation of {op.name}")
             for storage in self._lives.results.get(index, ()):
                 self._again[storage] = values.pop(storage)
             self._compute(index, self._again, needed, keeps_internals=True)
