@@ -70,7 +70,7 @@ def test_of_a_larger_model_each_distinct_op_is_run_once():
 
 
 def test_a_model_whose_distinct_layers_do_not_fit_is_refused():
-    with pytest.raises(MeasurementError, match="only 10 may be used"):
+    with pytest.raises(MeasurementError, match="only 10 bytes may be used"):
         build_segments(chain_source(5, []), 2, max_bytes=10)
 
 
