@@ -75,8 +75,7 @@ def test_ranks_that_are_not_neighbours_are_one_row_too():
 def test_a_rank_that_is_over_is_named_with_its_bytes():
     rows = [row(0, 0, PARTS), row(1, 1, {**PARTS, "parameters": 800 * 2**20}), row(2, 2, PARTS)]
     assert (
-        verdict(rows)
-        == "Does not fit: 1 of 3 ranks over; rank 1 needs 1.11 GiB, 111 MiB more than the 1 GiB allowed."
+        verdict(rows) == "Does not fit: 1 of 3 ranks over; rank 1 needs 1.11 GiB, 111 MiB more than the 1 GiB allowed."
     )
     assert "−111 MiB" in drawn(rows)
 

@@ -174,7 +174,9 @@ def test_a_table_of_another_device_is_refused_before_anything_is_timed():
 
 def test_a_table_of_another_device_or_torch_is_told_when_it_is_used(tmp_path):
     path = write_document(EMPTY, tmp_path / "table.json")
-    with pytest.raises(MeasurementError, match=r"was measured on H100 \(torch 2.13.0, Python 3.11\); the devices .* A100"):
+    with pytest.raises(
+        MeasurementError, match=r"was measured on H100 \(torch 2.13.0, Python 3.11\); the devices .* A100"
+    ):
         load_cost_model(load_cluster("1xA100"), path, "amp")
     assert other_torch(None) == ""
     assert other_torch(replace(EMPTY, software=f"torch {torch.__version__}, Python 3")) == ""
