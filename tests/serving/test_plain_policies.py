@@ -173,7 +173,7 @@ def test_what_a_view_says(write):
         ({"next_wake": "return -1", "wake": "pass"}, "next_wake returned .* wake decided nothing"),
         (
             {"arrive": "pool.run(queue, 1, 0)"},
-            "gave 1 as size of a batch of queue 0; expected no such call while the queue is empty.* .*mine.py:3: pool.run",
+            "gave 1 as size of a batch of queue 0; expected no such call while the queue is empty.*mine.py:3: pool.run",
         ),
         ({"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 2, 0)"}, "gave 2 as size .* from 1 to 1"),
         ({"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 0, 0)"}, "gave 0 as size .* from 1 to 1"),
