@@ -50,4 +50,4 @@ def test_losses_are_those_without_emulation(folder, capfd):
 def test_requests_that_cannot_be_met(folder, options, message, capsys):
     assert invoke([*PLAN, "--stages", "2", "-m", "4", "--schedule", "1f1b"]) == 0
     assert invoke(["run", "plan.json", *options]) != 0
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
