@@ -237,11 +237,11 @@ def test_devices_refuse_what_they_do_not_hold_or_have_no_room_for():
     check_there(there_at, 0, 1, 25)
     with pytest.raises(RuntimeError, match="does not hold its model"):
         check_there(there_at, 0, 1, 24)
-    with pytest.raises(RuntimeError, match="does not fit there"):
+    with pytest.raises(RuntimeError, match="has too little free memory"):
         move_weights(weights, there_at, memory, LOAD, 0, 2, 30)
     move_weights(weights, there_at, memory, UNLOAD, 0, 0, 30)
     move_weights(weights, there_at, memory, LOAD, 0, 2, 30)
-    with pytest.raises(RuntimeError, match="on the device already"):
+    with pytest.raises(RuntimeError, match="onto a device that has it"):
         move_weights(weights, there_at, memory, LOAD, 0, 2, 30)
     empty_memory(there_at, memory, 0)
     assert there_at.min() == NEVER

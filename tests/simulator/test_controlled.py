@@ -232,7 +232,7 @@ REFUSED = {
     "no receive": (Decision(issues=message(0, 1, 0, 1)[:1]), "the controller issued no receive of this message"),
     "twice": (Decision(issues=message(0, 1, 0, 1) * 2), "was issued twice"),
     "class": (Decision(issues=(compute(0, 9),)), "got class 9 and route -1; the costs have classes 0 to 1"),
-    "no time": (Decision(issues=message(0, 1, 0, 0)), "takes less than 1 ps on its links"),
+    "no time": (Decision(issues=message(0, 1, 0, 0)), "of 0 ps and route 0; on a route it must take at least 1 ps"),
     "past": (Decision(timers=(Timer(at_ps=-1),)), "was set at 0 ps; expected that moment or a later one"),
     "watch": (Decision(watch=(0,)), "Instruction 0 cannot be watched; expected one of the 0 of the program's body"),
     "member": (

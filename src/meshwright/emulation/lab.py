@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.emulation import janitor
-from meshwright.emulation.layout import Layout, plan_layout, rank_shares
+from meshwright.emulation.layout import LabLayout, plan_layout, rank_shares
 from meshwright.emulation.namespaces import new_namespace, run_inside
 from meshwright.emulation.quotas import CpuGroups, find_cpu_groups, group_name, sweep
 from meshwright.host import Host
@@ -173,7 +173,7 @@ def open_lab(emulated: Emulated, folder: Path) -> Iterator[Lab]:
         lab.check_clock()
 
 
-def set_queues(layout: Layout, namespaces: list[int]) -> None:
+def set_queues(layout: LabLayout, namespaces: list[int]) -> None:
     """Set the rates of all links; ``namespaces`` are those of the NICs, then the switch."""
     run_inside(namespaces[-1], "tc", layout.switch_queues())
     for place in range(len(layout.nics)):
@@ -200,5 +200,5 @@ def _used(cluster: Cluster, devices: tuple[int, ...]) -> Cluster:
     return cluster.without(set(range(cluster.num_ranks)) - set(devices))
 
 
-def _shape(layout: Layout) -> tuple[object, ...]:
+def _shape(layout: LabLayout) -> tuple[object, ...]:
     return [(nic.node, nic.place, nic.rack) for nic in layout.nics], layout.nic_of_rank, layout.num_racks

@@ -36,7 +36,7 @@ MAX_NICS = 250
 
 
 @dataclass(frozen=True, slots=True)
-class Nic:
+class LabNic:
     """A NIC of a node: its node, its number there, its rack, its address and its bandwidth in bytes per second."""
 
     node: int
@@ -47,7 +47,7 @@ class Nic:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LabLayout:
     """The namespaces of a cluster: one per NIC, and the switch.
 
     ``nic_of_rank``: per rank of the cluster, the index of its NIC in ``nics``. ``uplink_bytes_per_s``: the bandwidth of
@@ -55,7 +55,7 @@ class Layout:
     first.
     """
 
-    nics: tuple[Nic, ...]
+    nics: tuple[LabNic, ...]
     nic_of_rank: tuple[int, ...]
     uplink_bytes_per_s: float | None
     paths: dict[tuple[int, int], float]
@@ -132,7 +132,7 @@ class Layout:
         return lines
 
 
-def plan_layout(cluster: Cluster) -> Layout:
+def plan_layout(cluster: Cluster) -> LabLayout:
     """Return the namespaces that emulate a cluster.
 
     Raises ClusterError for what the kernel's queues cannot do: latencies, several uplinks of a rack, paths between
@@ -148,7 +148,9 @@ def plan_layout(cluster: Cluster) -> Layout:
     places = list(zip(columns.node.tolist(), columns.nic.tolist(), strict=True))
     number = {place: index for index, place in enumerate(dict.fromkeys(places))}
     nics = tuple(
-        Nic(node, place, cluster.rack_of(node), f"10.77.0.{1 + index}", cluster.nodes[node].nic.bandwidth_bytes_per_s)
+        LabNic(
+            node, place, cluster.rack_of(node), f"10.77.0.{1 + index}", cluster.nodes[node].nic.bandwidth_bytes_per_s
+        )
         for (node, place), index in number.items()
     )
     if len(nics) > MAX_NICS:
@@ -167,7 +169,7 @@ def plan_layout(cluster: Cluster) -> Layout:
                 f"emulates at most {MAX_BYTES_PER_S * 8 / 1e9:g} Gbit/s. Describe slower links, or simulate this "
                 "cluster instead."
             )
-    return Layout(
+    return LabLayout(
         nics=nics,
         nic_of_rank=tuple(number[place] for place in places),
         uplink_bytes_per_s=None if cluster.racks is None else cluster.racks.uplink.bandwidth_bytes_per_s,

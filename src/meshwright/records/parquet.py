@@ -200,7 +200,8 @@ def _pages(content: bytes, place: int, end: int) -> Iterator[tuple[int, int]]:
                 page = _get(head, kind, dict)
                 if page.get(encoding) not in _WHOLE:
                     raise ValueError(
-                        "a page has an encoding that may unpack to any size; write the table with dictionaries"
+                        "a page has an encoding that may unpack to any size; write the table with plain or "
+                        "dictionary encoding"
                     )
                 values += 0 if kind == _DICTIONARY else _get(page, _VALUES, int)
         yield unpacked, values

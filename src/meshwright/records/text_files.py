@@ -159,7 +159,10 @@ def number_rows(content: bytes, path: Path) -> list[tuple[int, Row]]:
                 raise ValueError(f"line {line} has {len(cells)} cells; expected {len(names)}, as line 1 has")
             room -= len(cells) + _CELLS_PER_ROW
             if room < 0:
-                raise ValueError(f"line {line} exceeds the limit of cells; split the table")
+                raise ValueError(
+                    f"line {line} exceeds the limit of {_MAX_CELLS:,} cells, where a row counts {_CELLS_PER_ROW} more; "
+                    "split the table"
+                )
             if cells:
                 rows.append((line, dict(zip(names, cells, strict=True))))
             line = reader.line_num + 1

@@ -2,13 +2,13 @@
 
 It makes the program (the same that the simulator reads), the modules of this rank's stages, their parameters on the
 device, the process groups, the gradient buckets, the optimizer updates, and the executor. `WaveExchange` sums the
-changes of weights under the asynchronous schedule with virtual workers.
+changes of weights under the asynchronous schedule hetpipe.
 
 A placement must keep ops that write to the same memory in one stage (`check_placed_writes`). The planner recognises
 such ops by their names (`planner.placing.op_tasks`), as a graph does not list the writes of an op. A captured model
-lists them (`capture.call_facts`): all ops that use written memory, up to its last write, must be in one stage; for
-parameters, buffers, inputs and constants also the ops after it. A placement that breaks this rule would compute other
-numbers than one process, so it is refused.
+lists them (`capture.call_facts`). If a block of memory is written, all ops that use it must be in one stage, from the
+first use to the last write. If it holds a parameter, buffer, input or constant, later readers must be in that stage,
+too. A placement that breaks this rule would compute other numbers than one process, so it is refused.
 """
 
 from __future__ import annotations

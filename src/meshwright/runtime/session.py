@@ -82,7 +82,10 @@ class FlushingSteps:
         return self._place
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
-        """Run the batch of a step to its end; return its outputs."""
+        """Run step number ``step`` to its end; ``inputs[s][m]``: graph inputs of stage s for microbatch m.
+
+        Return the outputs of the step.
+        """
         self._executor.feed(0, inputs)
         self._executor.begin(Visit("body", self._place, step))
         self._executor.go_on()

@@ -71,8 +71,8 @@ def simulate_controlled(
     check_costs(program, costs)
     if costs.host_ps.any():
         raise ProgramError(
-            "The costs charge processor time for transfers, which a controlled run does not support, because decisions "
-            "depend on it. Set `host_ps` to zero."
+            "`costs.host_ps` is above zero: processor time of transfers, which a controlled run does not support. Give "
+            "costs whose `host_ps` is zero."
         )
     if costs.issue is not None:
         raise ProgramError(
@@ -175,7 +175,8 @@ class _IssuedCosts:
             )
         if route >= 0 and self._durations[cost_class] < 1:
             raise ProgramError(
-                f"{filed.issue.instruction} takes less than 1 ps on its links; expected a cost class of at least 1 ps."
+                f"{filed.issue.instruction} got class {cost_class} of 0 ps and route {route}; on a route it must take "
+                "at least 1 ps. Give another class, or route -1 (no links)."
             )
         if filed.collective >= 0 and self._collectives.setdefault(filed.collective, given) != given:
             raise ProgramError(

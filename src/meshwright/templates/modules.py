@@ -187,9 +187,9 @@ def join(graph: GraphBuilder, left: int, right: int) -> int:
 
 
 def split_heads(graph: GraphBuilder, value: int, heads: int, sizes: str) -> int:
-    """Add views that turn (batch, tokens, heads · width) into (batch, heads, tokens, width).
+    """Add views that turn (batch, tokens, heads · width) into (batch, heads, tokens, width); return the result's id.
 
-    ``sizes`` is the attribute of the unflatten op, as capture records it.
+    ``sizes``: the new sizes of the last dim as text, in the form in which capture records them.
     """
     *outer, width = graph.shape(value)
     apart = look(graph, "unflatten.int", value, (*outer, heads, width.fixed // heads), dim=-1, sizes=sizes)

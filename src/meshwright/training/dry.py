@@ -147,7 +147,8 @@ def dry_run(
     plan = job.read_plan()
     if not isinstance(plan, Plan):
         raise PlanError(
-            "A placement was given, but a dry run needs a plan by layers. Run the placement, or plan by layers."
+            "A placement of single ops was given, but a dry run needs a plan of stages. Run it without --dry, or plan "
+            "with another --method than place."
         )
     plan = with_clipping(plan, job.clip_norm)
     assert isinstance(plan, Plan), "clipping keeps a plan a plan"

@@ -1,15 +1,16 @@
 """Score the predictor of GPU kernels on public measurements (`score_kernels`): unseen sizes, unseen devices.
 
-Measured device: each fold of the keys is predicted from the other folds. The folds are committed and the same for all
-devices and dtypes, so that the same sizes on a similar device do not give the answer away. Device left out: all its
-rows are predicted from the other devices, first without any of its rows, then with 5, 20 and 100 of its rows per dtype,
-in five random draws.
+Measured device: each fold of the keys (sizes of kernels) is predicted from the other folds. The folds are committed and
+the same for all devices and dtypes, so that the same sizes on a similar device do not give the answer away. Device left
+out: all its rows are predicted from the other devices, first without any of its rows, then with 5, 20 and 100 of its
+rows per dtype, in five random draws.
 
 How the form of the predictor was chosen: laws, features and settings were tried on folds 0 to 3 of all devices. Fold 4
 was first scored when they were fixed; its figures are a separate arm, "ours, untouched fold". Later changes were judged
 on folds 0 to 3 alone, each predicted from others of these: more trees, then fewer but deeper trees (500 of depth
-seven), and the compute capability as a feature. Devices left out were looked at as well, also for how the residuals of
-several such devices are pooled. So the form was chosen with all four devices in view, but none of its numbers.
+seven), and the compute capability as a feature. Scores of devices left out were looked at as well, and decided how the
+residuals of several such devices are pooled. So all four devices influenced the form of the predictor; its numbers are
+fitted to training rows only.
 """
 
 from __future__ import annotations

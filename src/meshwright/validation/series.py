@@ -84,9 +84,10 @@ def count_flagged(rows: Records) -> str:
 
 
 def fold_keys(rows: Records) -> list[str]:
-    """Return the key of each row of a collective, for the folds: its layout and bytes.
+    """Return for each measured row of a collective the key by which folds are formed.
 
-    The key does not depend on op and dtype, nor, for groups inside one node, on the mesh.
+    A key has ranks, their stride, nodes, devices per node, groups and bytes; op and dtype are not in it. For a group
+    inside one node it has neither nodes nor groups, so that such groups have the same key on every mesh.
     """
     names = ("ranks", "stride", "nodes", "devices_per_node", "groups", "bytes")
     keys = []

@@ -45,8 +45,9 @@ class DLRMShape:
             self.categories
         ):
             raise ModelReferenceError(
-                f"A DLRM of {self.num_numbers} numbers, {len(self.categories)} categories and width {self.width} was "
-                "described; expected at least one of each, and only positive rows and widths."
+                f"A DLRM of {self.num_numbers} numerical features, tables of {list(self.categories)} rows, width "
+                f"{self.width} and layers of {list(self.bottom_widths)} and {list(self.top_widths)} was described; "
+                "expected numbers of at least 1, and at least one table."
             )
 
     def build(self) -> DLRM:

@@ -175,7 +175,9 @@ class PlanRequest(CommandRequest):
     staleness: Annotated[
         int,
         typer.Option(
-            help="By how many waves of minibatches replicas may run ahead of each other.", min=0, max=MAX_STALENESS
+            help="With hetpipe: by how many waves (the minibatches of a step) replicas may run ahead of each other.",
+            min=0,
+            max=MAX_STALENESS,
         ),
         Of("search", unless=_unless_waves),
     ] = 0

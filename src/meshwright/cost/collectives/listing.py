@@ -1,7 +1,7 @@
 """A listing of a cluster's collectives: times at a few sizes, the best orders of the ranks, and all-reduce limits.
 
-bus bandwidth   bytes per second through one rank's port, counted as in a ring in one node (`port_share`); comparable
-                with the bandwidth of a link
+bus bandwidth   bytes per second through one rank's port in a ring over all ranks (`port_share`; nccl-tests' busbw);
+                comparable with the bandwidth of a link
 orders          the ring in the given order, the best ring and the best tree (`algorithms`), each with the bandwidth of
                 its slowest link and the number of links with this bandwidth
 limits          BytePS's closed form for the all-reduce between n nodes, with 0, n/2 and n spare machines

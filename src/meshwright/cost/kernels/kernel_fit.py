@@ -72,9 +72,10 @@ def left_out_sets(capabilities: Mapping[str, float]) -> list[frozenset[str]]:
 #
 # Source: conformal prediction for a new group, by pooled distributions (Dunn, Wasserman and Ramdas, JASA 2023).
 def fit_transfers(samples: Sequence[tuple[Step, Floats]]) -> dict[Step, Interval]:
-    """Return the interval of every step (of similarity) from the residuals of held-out devices.
+    """Return, for each degree of similarity of the measured devices, the 80 % interval of measured / predicted.
 
-    ``samples``: pairs of the step and the residuals ln(measured / predicted), shape (rows,), of one held-out set.
+    The degrees are listed above and in `STEPS`. ``samples``: pairs of the degree and the residuals ln(measured /
+    predicted), shape (rows,), of one held-out set.
     """
     found: dict[Step, Interval] = {}
     widest = Interval(low=1.0, high=1.0)

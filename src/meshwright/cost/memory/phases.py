@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.memory.walk import OptimizerLoop, StageWalk
+from meshwright.cost.memory.walk import StageWalk
+from meshwright.cost.optimizers import OptimizerLoop
 from meshwright.spec.memory import GRADIENTS, INPUTS, MEMORY_PARTS, RECEIVED, SENT, WORKSPACE
 
 if TYPE_CHECKING:

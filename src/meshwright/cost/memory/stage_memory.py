@@ -29,8 +29,8 @@ from meshwright.cost.memory.ledger import (
     fullest,
 )
 from meshwright.cost.memory.phases import Phase, StagePhases, count_phases, trace_phases
-from meshwright.cost.memory.walk import OptimizerLoop, StageWalk, default_loop
-from meshwright.cost.optimizers import optimizer_bytes
+from meshwright.cost.memory.walk import StageWalk
+from meshwright.cost.optimizers import OptimizerLoop, default_loop, optimizer_bytes
 from meshwright.spec import DeviceKind, Graph, GraphError, StageSlice, Workload, slice_graph
 from meshwright.spec.memory import GRADIENTS, RECEIVED, SAVED, SENT
 
@@ -78,7 +78,7 @@ def trace_step(
         workload: Optimizer, precision and the samples of a step, divided into microbatches.
         num_microbatches: Number of microbatches of a step, over which gradients accumulate.
         device: "cpu" or "cuda", which determines the workspaces of libraries.
-        loop: The optimizer's loop over the parameters; by default one by one on CPUs, as in torch, else fused.
+        loop: The optimizer's loop over the parameters; by default that of our runtime (`cost.optimizers`).
 
     Raises GraphError for a graph without loss or with its own backward, for a batch size that the graph does not
     support, and for microbatches of unequal size.
@@ -134,7 +134,7 @@ def trace_stage(
             f"Graph {graph.name!r} has no loss, is for inference, or contains its own backward; expected a forward "
             "that ends in a loss. Capture the model with its loss, for training."
         )
-    loop = loop or default_loop(device)
+    loop = loop or default_loop(workload.optimizer, on_gpu=device == "cuda")
     walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed, shared, activations_away, state_parts)
     walk.build(bucket_bytes, num_inputs or len({microbatch for _, microbatch in order}))
     for index in range(_NUM_STEPS):
@@ -266,7 +266,7 @@ def weigh_stage(
             workload,
             batch_size,
             device=device,
-            loop=default_loop(device),
+            loop=default_loop(workload.optimizer, on_gpu=device == "cuda"),
             bucketed=bucketed,
             shared=shared,
             activations_away=activations_away,

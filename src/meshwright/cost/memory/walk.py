@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.cost.autocast import cast_inputs, compute_type, kept_copies
 from meshwright.cost.memory.away import follow_away
@@ -24,7 +24,7 @@ from meshwright.cost.memory.kept import (
 )
 from meshwright.cost.memory.ledger import Ledger, LedgerStretch, find_lifetimes
 from meshwright.cost.memory.shared_units import NOTHING_SHARED, SharedUnit, SharedUnits, UnitMemory
-from meshwright.cost.optimizers import STEP_COUNTER_BYTES
+from meshwright.cost.optimizers import STEP_COUNTER_BYTES, OptimizerLoop
 from meshwright.spec import DTYPE_BYTES, Channel, Graph, Op, StageSlice, Workload, passed_again
 from meshwright.spec.memory import (
     BUCKETS,
@@ -123,18 +123,6 @@ def _measure_op(
             if passes_on(graph, op, i, elements[i], elements[output])
         ),
     )
-
-
-# Torch's loop over the parameters in an optimizer step: one by one, all at once, or in one kernel.
-OptimizerLoop = Literal["tensors", "foreach", "fused"]
-
-
-def default_loop(device: Backend) -> OptimizerLoop:
-    """Return the optimizer's loop over the parameters: "tensors" (one by one) on CPUs, "fused" (one kernel) on GPUs.
-
-    The former is torch's default; the latter is requested by the runtime (training/job.py).
-    """
-    return "tensors" if device == "cpu" else "fused"
 
 
 @dataclass(slots=True)

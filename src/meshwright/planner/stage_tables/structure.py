@@ -83,10 +83,12 @@ _STATE_ROLES = ("parameter", "buffer", "constant")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Structure:
-    """The contents of all stages of a graph, as rectangles (see the module).
+    """The contents of every possible stage i:j of a graph.
 
-    Items of ``ops`` are ops, those of all others tensor ids. ``crossing[i]`` lists the tensors that cross the boundary
-    before layer i; ``random`` the layers that draw random numbers.
+    Each field of type `Rectangles` lists for each item the ranges of i and j for which stage i:j has it; items of
+    ``ops`` are ops, items of the others tensor ids. ``received``: made before layer i and read in the stage.
+    ``saved``: kept for the backward. ``sent``: made in the stage and read from layer j on. ``crossing[i]``: the tensors
+    made before layer i and read from it on. ``random``: the layers that draw random numbers.
     """
 
     num_layers: int

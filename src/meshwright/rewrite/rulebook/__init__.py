@@ -19,6 +19,7 @@ from meshwright.rewrite.special import Special
 from meshwright.spec import RewriteError, write_text
 
 SCHEMA_VERSION = 2
+_AGAIN = "Make it again with `meshwright optimize rules generate --out FILE`."
 ShippedBook = Literal["generated", "torch", "xla"]
 _MOST_BYTES = 32 * 2**20
 
@@ -84,14 +85,12 @@ def parse_rule_book(document: Any, place: str) -> RuleBook:
     Raises RewriteError for a document of another schema version or a damaged one.
     """
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
-        raise RewriteError(f"{place} is not a rule book of schema version {SCHEMA_VERSION}. Generate it again.")
+        raise RewriteError(f"{place} is not a rule book of schema version {SCHEMA_VERSION}. {_AGAIN}")
     try:
         rules = tuple(_entry(entry, place) for entry in document["rules"])
         return RuleBook(rules=rules, provenance=dict(document["provenance"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RewriteError(
-            f"{place} is a damaged rule book ({type(error).__name__}: {error}). Generate it again."
-        ) from error
+        raise RewriteError(f"{place} is a damaged rule book ({type(error).__name__}: {error}). {_AGAIN}") from error
 
 
 def write_rule_book(book: RuleBook, path: str | Path) -> None:
@@ -121,7 +120,8 @@ def _entry(entry: dict[str, Any], place: str) -> BookRule:
     sides: list[Sequence[str]] = [entry["left"], entry["right"]]
     if not all(isinstance(side, str) for part in sides for side in part):
         raise RewriteError(
-            f"{place} has a rule {entry.get('name')!r} whose left or right is not a list of strings. Generate it again."
+            f"{place} is not a valid rule book: left or right of rule {entry.get('name')!r} is not a list of strings. "
+            f"{_AGAIN}"
         )
     rule = rule_of(
         str(entry["name"]),

@@ -92,7 +92,7 @@ def allocate_scaler(
         maximum: the most devices that are ever wanted.
         calm_ns: for how long fewer devices must have been enough before fewer are wanted.
         target: share of requests that should be in time, between 0.5 and 1.
-        now: the moment from which arrivals are noted.
+        now: the moment from which arrivals are noted (ns).
     """
     scaler = np.zeros(_FIRST + num_models * _WIDTH, np.int64)
     scaler[[MINIMUM, MAXIMUM, CALM, NUM_MODELS]] = minimum, maximum, calm_ns, num_models
@@ -118,7 +118,7 @@ def carry_scaler(scaler: Ints, before: Ints, places: Sequence[int]) -> None:
 
 @compiled
 def note_arrival(scaler: Ints, pool: Ints, now: int, queue: int) -> None:
-    """Count a request that has arrived; ``queue`` is the index of its model."""
+    """Count a request that has arrived at ``now`` (ns); ``queue`` is the index of its model."""
     at = _FIRST + queue * _WIDTH
     if now >= scaler[at + SPAN_END]:
         _end_span(scaler, at, now, pool[pool[SLO] + queue])

@@ -20,18 +20,21 @@ from meshwright.serving.policies.pool import Ints
 
 
 class Policy(Protocol):
-    """A policy: four functions, called at events, that decide which batches run. All state is kept in the pool."""
+    """A policy: four functions, called at events, that decide which batches run. All state is kept in the pool.
+
+    All moments are in ns. The functions decide by the operations of `queues`: enqueue, drop and run requests.
+    """
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
-        """Handle a request that has arrived."""
+        """Decide about a request of queue ``queue`` that has arrived at ``now``: enqueue it, drop it or run it."""
         ...
 
     def free(self, pool: Ints, now: int, device: int) -> None:
-        """Handle a device that has come up, or has ended a batch."""
+        """Decide what a device runs next that has come up, or has ended a batch, at ``now``."""
         ...
 
     def wake(self, pool: Ints, now: int) -> None:
-        """Handle the moment that `next_wake` returned."""
+        """Decide at the moment that `next_wake` returned, which is now."""
         ...
 
     def next_wake(self, pool: Ints) -> int:

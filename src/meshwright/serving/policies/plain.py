@@ -182,7 +182,7 @@ class PlainPolicy:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Make a new instance of the class, and forget all pending requests."""
+        """Make a new instance of the user's policy class, and forget all pending requests."""
         self._mine = self._begin()
         # The queue of each request that the policy has neither enqueued nor dropped.
         self._given: dict[int, int] = {}

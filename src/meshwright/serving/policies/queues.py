@@ -1,4 +1,7 @@
-"""Operations of policies on a pool: enqueue, drop and run requests, with decisions for the driver; a heap of items."""
+"""Operations of policies on a pool: enqueue, drop and run requests, with decisions for the driver; a heap of items.
+
+All moments (``now``, ``begin``, deadlines) and durations are in ns.
+"""
 
 from __future__ import annotations
 
@@ -271,7 +274,11 @@ def drop_late(pool: Ints, now: int, queue: int, begin: int, slowness: int = NOMI
 
 @compiled
 def largest_batch(pool: Ints, queue: int, begin: int, slowness: int = NOMINAL) -> int:
-    """Return the largest number of first requests that are in time as a batch that starts at ``begin``; at least 1."""
+    """Return the largest number of requests at the head of a queue that are in time as one batch; at least 1.
+
+    ``begin``: when the batch starts (ns). ``slowness``: time of the device's batches relative to the deployment's
+    latencies, in thousandths (`NOMINAL` = 1000: as given).
+    """
     room = (deadline_at(pool, queue, pool[pool[HEAD] + queue]) - begin) * NOMINAL // slowness
     low, high = 1, min(length_of(pool, queue), pool[pool[MOST] + pool[pool[MODEL] + queue]])
     while low < high:

@@ -106,7 +106,10 @@ def _facts(counts: Counts) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a frontend until its standard input ends or SIGTERM arrives; ``arguments``: FOLDER [TOKEN-FILE]."""
+    """Run a frontend until its standard input ends or SIGTERM arrives.
+
+    ``arguments``: the folder with deployment.json, and optionally the file with the token that requests must carry.
+    """
     with reporting_errors():
         token = read_token(Path(arguments[1])) if arguments[1:] else None
         uvloop.run(serve(Path(arguments[0]), token))

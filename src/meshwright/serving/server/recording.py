@@ -9,8 +9,9 @@ An object that can record has an attribute ``recording``; while it is None, noth
 nothing. Times are those of `time.monotonic_ns` (ns), common to all processes of a machine. The tables of each kind of
 process, with their columns:
 
-    frontends   requests    begun, answered, status, fate (-1: never submitted), model, channel, deadline, number of
-                            samples, index of the trace context in ``texts`` (-1: no context)
+    frontends   requests    begun, answered, status, outcome (`gate.Fate`; -1: never submitted), model, channel,
+                            deadline, number of samples, index of the trace context (-1: no context)
+                texts       trace contexts, one per line
                 slots       slot of each sample of the requests, one request after the other
                 flushes     time, channel, number of samples: a message to the scheduler
                 flushed     model, slot, deadline of each sample of these messages

@@ -32,10 +32,11 @@ class Suspects:
         return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
     def judge(self, worker: WorkerPeer, is_awaited: Callable[[int], bool]) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield for each batch of a worker that has ended: model, requests at fault, and requests to resubmit.
+        """Handle the end of a worker: yield for each of its batches model, requests at fault, requests to resubmit.
 
-        Only requests that the worker had started can be at fault. They become suspects if ``is_awaited`` returns that
-        their clients still wait.
+        Of the batch that it was computing, the requests that were suspects already are at fault. The others become
+        suspects if their clients still wait (``is_awaited``), and are resubmitted, as are all requests of its other
+        batches.
         """
         begun = take_begun(self._folder, worker.pid)
         for place, batch in enumerate(worker.batches):

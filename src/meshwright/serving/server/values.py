@@ -214,7 +214,8 @@ class InputPlace:
 class OutputPlace:
     """An output of a model, and where its values are in each slot: from byte ``offset`` on.
 
-    ``size`` is the number of values of a sample; ``rows`` are its bytes in all slots.
+    ``rows``, shape (slots, bytes per sample): the output's bytes in each slot; ``values``: the same bytes as numbers,
+    a row per slot. ``size``: the number of values of a sample.
     """
 
     def __init__(self, spec: TensorSpec, offset: int, rows: NDArray[np.uint8], values: NDArray[Any]) -> None:

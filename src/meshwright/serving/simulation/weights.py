@@ -63,8 +63,12 @@ def move_weights(
     """
     is_there = there_at[device, model] < NEVER
     if kind == LOAD:
-        if is_there or memory[device, _HELD] + weights.memory[model] > PARTS:
-            raise RuntimeError("The policy loads a model that is on the device already, or that does not fit there.")
+        if is_there:
+            raise RuntimeError("The policy loads a model onto a device that has it. Load only missing models.")
+        if memory[device, _HELD] + weights.memory[model] > PARTS:
+            raise RuntimeError(
+                "The policy loads a model for which the device has too little free memory. Unload another model first."
+            )
         memory[device, _HELD] += weights.memory[model]
         memory[device, _COPIED_AT] = max(begin, memory[device, _COPIED_AT]) + weights.load[model]
         there_at[device, model] = memory[device, _COPIED_AT]

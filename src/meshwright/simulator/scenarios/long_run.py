@@ -172,9 +172,10 @@ def jitter_factors(
     seed: int,
     member: tuple[int, int] = (1, 0),
 ) -> Floats:
-    """Return the factor on each instruction's duration, shape (n,), before members of a collective are made equal.
+    """Return the factor on each instruction's duration, shape (n,); 1 without jitter.
 
-    ``member``: the number of devices of a team, and the index of the device in its team.
+    The caller then gives all members of a collective the same duration. ``member``: the number of devices of a team,
+    and the index of the device in its team.
     """
     columns = instruction_columns(program, unrolled)
     rank = rank_of_streams(program)[columns["track"]] * member[0] + member[1]

@@ -46,7 +46,7 @@ def cluster_layers(entering_bytes: Floats, flops: Floats, num_clusters: int, sla
     """
     num_layers = len(flops)
     if not 1 <= num_clusters <= num_layers:
-        raise PlanError(f"{num_layers} layers cannot be merged into {num_clusters} runs; expected 1 to {num_layers}.")
+        raise PlanError(f"num_clusters is {num_clusters}; expected 1 to {num_layers}, the number of layers.")
     limit = max((1 + slack) * flops.sum() / num_clusters, float(flops.max(initial=0.0)))
     while True:
         most = _least_largest(entering_bytes, flops, num_clusters, limit)

@@ -49,13 +49,14 @@ def express(placements: Placements) -> Expressed:
     if len(shared) > 1:
         raise PlanError(
             f"Both axes of the mesh of {placements.shape} devices split more than samples, but a plan has replicas and "
-            "one tensor axis. Let one axis split samples only (uses=), or give a mesh with one axis of size 1."
+            "one tensor axis. Call `place_ops` with 'samples' in uses for one axis, or give a mesh with one axis of "
+            "size 1."
         )
     axis = shared[0]
     if any(way[axis] == "samples" for way in placements.ways):
         raise PlanError(
             f"Axis {axis} of the mesh splits samples of some ops and other dims of others; the tensor axis of a plan "
-            "splits no samples. Let this axis split no samples (uses=)."
+            "splits no samples. Call `place_ops` with 'model' in uses for this axis."
         )
     return Expressed(replicas, _sharding(placements, axis))
 

@@ -1,8 +1,9 @@
-"""The closed form of `stage_arrays` for one layout (`layout_cost`), and repair by single changes (`repair_layout`).
+"""Seconds and memory of given stages by the closed form of `stage_arrays` (`layout_cost`), and repair of such stages.
 
-A layout has the edges of its stages (S + 1,) and the stage of each rank (D,). Repair makes the best single move of each
-boundary and every swap of two ranks that improves the layout, until no change improves it. Less excess of memory comes
-first, then fewer seconds. Repair uses no dynamic program.
+Stages are given by ``edges``, shape (S + 1,): the layer at which each stage begins, then the number of layers; and by
+``stage_of``, shape (D,): the stage of each rank. Repair makes the best single move of each boundary and every swap of
+two ranks that improves the stages, until no change improves them. Less excess of memory comes first, then fewer
+seconds. Repair uses no dynamic program.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ _TOLERANCE = 1e-9
 
 
 def repair_layout(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
-    """Repair a layout in place; return its seconds per step and its excess of memory, as `layout_cost` does."""
+    """Improve ``edges`` and ``stage_of`` in place by single moves of a boundary and swaps of two ranks.
+
+    It ends when no such change helps. Return the seconds per step and the excess of memory, as `layout_cost` does.
+    """
     seconds, excess = _repair(space, edges, stage_of)
     return float(seconds), float(excess)
 
@@ -72,9 +76,9 @@ def _gains(found: tuple[float, float], best: tuple[float, float]) -> bool:
 
 @compiled
 def layout_cost(space: StageSpace, edges: Integers, stage_of: Integers) -> tuple[float, float]:
-    """Return the seconds per step and the excess of memory of a layout.
+    """Return the seconds per step and the excess of memory of stages, given as described in the module.
 
-    The excess is the memory beyond the limit as a share of the limit, summed over ranks; 0 if the layout fits. Both are
+    The excess is the memory beyond the limit as a share of the limit, summed over ranks; 0 if all stages fit. Both are
     infinite if a stage has no rank or more ranks than microbatches.
     """
     num_stages, num_ranks = len(edges) - 1, len(stage_of)

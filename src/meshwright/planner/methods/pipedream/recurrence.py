@@ -88,7 +88,11 @@ def make_table(problem: LevelProblem) -> IntervalTable:
 
 @compiled
 def fill_intervals(p: LevelProblem, table: IntervalTable) -> Floats:
-    """Return B[i, j, M] in seconds for all pairs of states, shape (S + 1, S), entry [i + 1, j]; inf if impossible."""
+    """Return the seconds per minibatch of the layers between two states on all machines of the level.
+
+    Shape (S + 1, S): entry [i + 1, j] is for the layers after state i up to state j, where i = -1 starts with the first
+    layer; infinite if impossible. ``table`` is overwritten.
+    """
     count = len(p.seconds)
     found = np.full((count + 1, count), np.inf)
     for i in range(-1, count - 1):

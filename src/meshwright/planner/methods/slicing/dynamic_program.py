@@ -186,9 +186,10 @@ def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
 
 @compiled
 def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: SlicingTables) -> float:
-    """Fill the tables for the threshold ``theta``; ``choices`` are the allowed numbers of replicas, ascending.
+    """Fill the tables for plans whose stages take at most ``theta`` seconds per microbatch (their bottleneck).
 
-    Return the next threshold (above ``theta``) at which the tables may change; infinite if no stage exceeded ``theta``.
+    ``choices``: the allowed numbers of replicas, ascending. Return the smallest time above ``theta`` of a stage that
+    was left out, the next threshold at which the tables may change; infinite if no stage exceeded ``theta``.
     """
     sums, before, after = tables.sums, tables.before, tables.after
     num_layers, num_ranks, num_stages = p.static_bytes.shape[0], p.kind_of.shape[0], sums.shape[0] - 1
