@@ -141,9 +141,9 @@ def test_a_file_that_is_there_is_kept_unless_force_is_given(run, quick, tmp_path
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
-        (["--cluster", "gpt-tiny"], 2, "takes no MODEL"),
-        (["--cluster", "-m", "2"], 2, "takes no MODEL"),
-        (["--cluster", "--sequence-length", "8"], 2, "takes no MODEL"),
+        (["--cluster", "gpt-tiny"], 2, "describes the machine; give no MODEL"),
+        (["--cluster", "-m", "2"], 2, "describes the machine; give no MODEL"),
+        (["--cluster", "--sequence-length", "8"], 2, "describes the machine; give no MODEL"),
         (["--force"], 2, "belongs to --cluster"),
         (["--cluster", "--out", "cluster.txt"], 1, ".toml or .json"),
         (["--cluster", "--out", "/dev/null/cluster.toml"], 1, "cannot be written"),

@@ -218,7 +218,7 @@ class _Log:
             return self._known[plan]
         try:
             if proposal.counts and (objection := self.problem.objection(plan)):
-                raise _UnlikeRequestError(f"The proposed plan differs from the request in its {objection}.")
+                raise _UnlikeRequestError(f"The options do not allow its {objection}.")
             # Closed forms exist for named schedules only.
             item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s, only_fitting=True)
             if self.problem.max_latency_s is not None and item.fits:
