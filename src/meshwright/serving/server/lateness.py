@@ -50,7 +50,7 @@ class _Samples:
         self.count += count
 
     def quantile(self, share: float) -> int:
-        """Return a quantile of the samples (ns), but not the largest one, if there are two or more; 0 without samples."""
+        """Return a quantile of the samples (ns), never the largest of two or more; 0 without samples."""
         if not self.count:
             return 0
         kept = self._values[: self.count]
