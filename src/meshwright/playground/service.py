@@ -62,18 +62,20 @@ Row = dict[str, Any]
 NEVER_FLUSHES = "The schedule is asynchronous; the step time is that of a step while the pipeline is full."
 
 
-# The fields of an answer:
-#
-#     status    "fits", "too large" (simulated, but memory does not suffice), "impossible" (no plan)
-#     message   what is wrong and what to change; empty if nothing is wrong
-#     query     the state, every value written out: the link
-#     figures   the headline numbers, each with its unit in the name
-#     document  the page document that `meshwright.report.page` draws
-#     carried   the parts that the state takes from the opened plan, in words
-#     layers    names and seconds of the layers, the cuts and the balanced cuts, for the bar that moves cuts
-#     pinned    figures of the pinned state, its link, and the difference in words
 def answer_data(answer: StateResult) -> Row:
-    """Return the response for a state that has a plan (its fields are listed above this function)."""
+    """Return the response for a state that has a plan.
+
+    Its fields:
+
+        status    "fits", "too large" (simulated, but memory does not suffice), "impossible" (no plan)
+        message   what is wrong and what to change; empty if nothing is wrong
+        query     the state, every value written out: the link
+        figures   the headline numbers, each with its unit in the name
+        document  the page document that `meshwright.report.page` draws
+        carried   the parts that the state takes from the opened plan, in words
+        layers    names and seconds of the layers, the cuts and the balanced cuts, for the bar that moves cuts
+        pinned    figures of the pinned state, its link, and the difference in words
+    """
     ranked = answer.ranked
     return {
         "status": "fits" if ranked.fits else "too large",

@@ -192,7 +192,9 @@ class LateWaits(NamedTuple):
 
 
 def find_late_waits(program: Program, part: NDArray[np.int8], staleness: int) -> LateWaits:
-    """Return the waits of merges for sums of an earlier repetition; none if ``staleness`` is 0.
+    """Return which merges wait for gradient sums of an earlier repetition of the body; none if ``staleness`` is 0.
+
+    A merge (`spec.Merge`) adds the weight changes of the other replicas, which an exchange has summed.
 
     ``program`` has the body once, not yet cut into sections; ``part`` is the section of each of its instructions.
     """

@@ -154,7 +154,9 @@ def _read_cell(cell: str) -> list[tuple[str, int, int, bool]]:
     first, second = (_read_action(part.strip()) for part in pair.groups())
     kinds = {first[0], second[0]}
     if "F" not in kinds or not kinds & {"B", "I"}:
-        raise ValueError("joins other actions than one forward and one backward; expected (0F3;1B2)OVERLAP_F_B")
+        raise ValueError(
+            "joins other actions than one forward and one backward; expected a form such as (0F3;1B2)OVERLAP_F_B"
+        )
     return [(*first, True), (*second, False)]
 
 

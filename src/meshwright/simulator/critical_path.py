@@ -91,7 +91,8 @@ class _Index(NamedTuple):
 class CriticalPath:
     """The k segments of a critical path in order of time, as columns of shape (k,).
 
-    ``instruction`` is an instruction id, ``bound`` a `Bound`. Each segment starts when the one before it ends.
+    ``instruction`` is an instruction id; ``bound`` says why the segment did not begin earlier (`Bound`). Each segment
+    starts when the one before it ends.
     ``on_host``: whether the segment is time of the host that issues the instruction, not of the device.
     """
 

@@ -33,7 +33,10 @@ Columns = TypeVar("Columns", bound=Any)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssueCost:
-    """A checked issue (`Filed`) with the indices of its cost class and its route in the costs; route -1: no links."""
+    """An instruction that a controller issued, after its checks (`Filed`), with its cost.
+
+    ``cost_class`` and ``route`` are indices into the costs of the run (`ProgramCosts`); route -1: it uses no links.
+    """
 
     filed: Filed
     cost_class: int

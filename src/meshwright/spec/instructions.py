@@ -91,7 +91,8 @@ class Forward:
 class Backward:
     """Run the stage's backward of one microbatch, add to the gradients, and release the saved tensors.
 
-    Raises a mark (`spec.program`) when the gradients of a bucket are ready. Occupies the device.
+    Raises a mark (`spec.program`) when the gradients of a bucket are ready. Occupies the device. ``version``: that of
+    the weights which the microbatch uses, under asynchronous schedules.
     """
 
     stage: int

@@ -303,12 +303,10 @@ class Protocol:
     bandwidth_share: float
 
     def __post_init__(self) -> None:
-        shares = (self.inside_latency_share, self.across_latency_share, self.bandwidth_share)
-        if self.base_s < 0 or min(shares) <= 0:
-            raise ClusterError(
-                f"Protocol {self.name!r}: 'base_s' must not be negative, and 'inside_latency_share', "
-                "'across_latency_share' and 'bandwidth_share' must be positive."
-            )
+        for name in ("base_s", "inside_latency_share", "across_latency_share", "bandwidth_share"):
+            value, least = getattr(self, name), "0 or more" if name == "base_s" else "a positive number"
+            if value < 0 or (value == 0 and name != "base_s"):
+                raise ClusterError(f"Protocol {self.name!r}: {name!r} is {value}; expected {least}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,9 +163,9 @@ class KernelModel:
     def usual_family(self, kernel: Kernel) -> str:
         """Return the kernel family with the most measured rows of a kernel's op; "" if the op has no rows.
 
-        Rows of the device and dtype count. If these are missing, rows of the dtype count, then rows of the same
-        arithmetic, then all rows. For a device to which the model was adapted, it is a family with further rows of that
-        device.
+        Only rows of the kernel's device and dtype are counted. If there are none: rows of its dtype on any device; then
+        rows of dtypes that use the same arithmetic units; then all rows. After the model was adapted to a device, the
+        rows of the adaptation are the rows of that device.
         """
         for kin in _kin(kernel, None):
             counts = Counter({group.family: 0 for group in self.groups})

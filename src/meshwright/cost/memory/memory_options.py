@@ -113,7 +113,8 @@ class MemoryOptions:
         if self.num_ranks < 1 or self.num_expert_ranks < 1 or self.num_ranks % self.num_expert_ranks:
             raise PlanError(
                 f"The experts of a stage on {self.num_ranks} ranks cannot be divided over {self.num_expert_ranks} "
-                "ranks; expected positive numbers, the second a divisor of the first."
+                "ranks; expected positive numbers, the second a divisor of the first. Choose another number of ranks "
+                "that share the experts."
             )
 
 

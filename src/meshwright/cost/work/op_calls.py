@@ -151,7 +151,7 @@ class OpCall:
 
 
 def key_in(dtype: str, graph: Graph, op: Op, batch_size: int) -> str:
-    """Return the key of an op at a batch size, with all floating-point values in ``dtype``."""
+    """Return the key under which measurements of an op are stored (`op_key`), with ``dtype`` for every float type."""
     return _FLOAT_IN_KEY.sub(dtype, op_key(graph, op, batch_size))
 
 

@@ -103,7 +103,10 @@ def _put(dims: Dims, dim: int, factors: Dim) -> Dims:
 
 
 def part(call: OpSignature) -> Found:
-    """Return dims of select, slice and narrow; the attribute ``dim`` cannot be split unless all of it is taken."""
+    """Return the labels of the dims of select, slice and narrow.
+
+    The dim of the attribute ``dim`` cannot be split unless all of it is taken.
+    """
     dim, shape = call.dim(), call.inputs[0]
     dims = plain(shape)
     if call.operator == "select":

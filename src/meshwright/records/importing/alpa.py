@@ -423,9 +423,10 @@ def _layout(groups: tuple[Any, ...]) -> tuple[int, int, int]:
         raise DocumentError(
             "The groups of devices of a series in Alpa's database are not tuples of equal length. Check the file."
         )
-    if not 0 < len(groups) * len(groups[0]) <= _MAX_DEVICES:
+    if not 0 < (count := len(groups) * len(groups[0])) <= _MAX_DEVICES:
         raise DocumentError(
-            f"A series in Alpa's database has more than {_MAX_DEVICES} devices, or no device. Check the file."
+            f"A series in Alpa's database has {len(groups)} groups with {count} devices in all; expected 1 to "
+            f"{_MAX_DEVICES} devices. The file may be damaged: profile again."
         )
     if not all(type(device) is int for group in groups for device in group):
         raise DocumentError(

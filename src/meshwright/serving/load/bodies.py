@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.load.responses import TensorMetadata
 from meshwright.serving.load.target import ModelSignature, Target
-from meshwright.spec import ServingError
+from meshwright.spec import ServingError, format_bytes
 
 # Digits of an id, which is written into existing bytes.
 ID_DIGITS = 10
@@ -89,8 +89,8 @@ def build_requests(
         num_bytes += sum(len(request.content) for request in made)
         if num_bytes > 2 * _MOST_BYTES:
             raise ServingError(
-                f"Requests for {len(models)} models of {rows} samples take more than {2 * _MOST_BYTES} bytes. Ask for "
-                "fewer samples in a request, or fewer models."
+                f"Requests for {len(models)} models of {rows} samples take more than {format_bytes(2 * _MOST_BYTES)}. "
+                "Ask for fewer samples in a request, or fewer models."
             )
         requests.append(made)
     return requests

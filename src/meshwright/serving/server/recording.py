@@ -107,10 +107,10 @@ class Recording:
         self._note({"decisions": decisions, "chosen": chosen})
 
     def rows_of_batch(self, batch: tuple[int, int, int, int, int], cells: Ints, late: Ints, failed: Ints) -> None:
-        """Record a worker's batch: (number, model, expected ns, begin, end).
+        """Record a worker's batch: (number, model, expected ns, begin ns, end ns).
 
-        ``cells`` has its requests, then their deadlines. ``late`` and ``failed`` are indices of requests that were
-        skipped, and that failed.
+        The first half of ``cells`` has the numbers of its requests, the second half their deadlines (ns). ``late`` and
+        ``failed`` are positions in the batch of the requests that were skipped, and that failed.
         """
         count = len(cells) // 2
         samples = np.zeros((count, 3), np.int64)

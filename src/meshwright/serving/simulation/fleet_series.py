@@ -32,9 +32,11 @@ _NS = 1e9
 
 
 class FleetSeries(NamedTuple):
-    """The state of a fleet, in arrays: ``numbers``, the ``table`` of devices, and the ``scaler``.
+    """The state of a fleet, in arrays.
 
-    ``series`` has rows of time (ns; -1: unused row), and devices that are up, starting and wanted.
+    ``numbers``: single figures, such as the time of the next decision, at the indices `NEXT` to `POINT`. ``table``:
+    rows `READY_AT` to `UP`, a column for each device. ``scaler``: the state of the scaling policy (`autoscaling`).
+    ``series``: rows of time (ns; -1: unused row), and devices that are up, starting and wanted.
     """
 
     numbers: Ints

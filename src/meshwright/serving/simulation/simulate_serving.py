@@ -370,9 +370,11 @@ def make_pool(
     weights: Weights = NO_WEIGHTS,
     waiting: Ints | None = None,
 ) -> Ints:
-    """Return a deployment's pool for a policy, whose queues have room for more than the requests of one SLO.
+    """Return the pool (queues and devices) of a deployment for a policy.
 
-    ``latency`` is the table of `latency_table`; ``waiting`` the most requests that can wait in each queue, if known.
+    Each queue has room for eight times the requests that arrive within the SLO of its model. ``latency``: the table of
+    `latency_table`. ``scale``: factor on all rates of arrivals. ``waiting``: the most requests that can wait in each
+    queue, if known.
     """
     slo, room = [], []
     for model in deployment.models:

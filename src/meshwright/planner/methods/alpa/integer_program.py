@@ -141,7 +141,7 @@ class ProgramColumns:
         self.matrix.fill(row + want, self._strategies(reader), -1.0)
 
     def solve(self, deadline_s: float) -> tuple[StrategySolution, list[int]]:
-        """Solve the program within ``deadline_s`` seconds; return the solution, and the chosen strategies as a list.
+        """Solve the program within ``deadline_s`` seconds; return it, and the chosen strategy of each node.
 
         Raises NoFeasiblePlanError if no choice fits into memory, or if the time ends before a solution is found.
         """
