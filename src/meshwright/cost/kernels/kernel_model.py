@@ -163,7 +163,7 @@ class KernelModel:
     def usual_family(self, kernel: Kernel) -> str:
         """Return the kernel family with the most measured rows of a kernel's op; "" if the op has no rows.
 
-        Only rows of the kernel's device and dtype are counted. If these are missing: rows of its dtype on any device; then
+        Rows of the kernel's device and dtype count. If these are missing: rows of its dtype on any device; then
         rows of dtypes that use the same arithmetic units; then all rows. After the model was adapted to a device, the
         rows of the adaptation are the rows of that device.
         """
