@@ -396,7 +396,7 @@ def test_settings_reach_the_policy():
 
 @pytest.mark.parametrize("factor", [0, 100])
 def test_batches_that_would_preempt_each_other_for_ever(factor):
-    with pytest.raises(ServingError, match="expected more than 100"):
+    with pytest.raises(ServingError, match="expected a factor of more than 100"):
         serve(f"shepherd:factor={factor}")
 
 

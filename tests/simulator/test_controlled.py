@@ -319,7 +319,7 @@ def test_what_cannot_be_controlled_is_refused():
     with pytest.raises(ProgramError, match="expected a body alone"):
         simulate_controlled(program, costs, Script(()), issue_costs)
     program, costs = nothing(1, [0, 1])
-    with pytest.raises(ProgramError, match="Set `host_ps` to zero"):
+    with pytest.raises(ProgramError, match="Give costs whose `host_ps` is zero"):
         simulate_controlled(program, replace(costs, host_ps=np.array([0, 1])), Script(()), issue_costs)
 
 
