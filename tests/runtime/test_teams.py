@@ -197,7 +197,7 @@ IMAGES = torch.randn(4, 3, 8, 8), torch.randn(4, 2)
     [
         (MLP, {"tensor": 2, "sequence_parallel": True, "regather": True}, "which can only be simulated"),
         (Forgetful, {"tensor": 2, "batch": SEQUENCES}, "draws random numbers, and only dropout can do that on shards"),
-        (lambda: MLP(at_most), {"tensor": 2}, "some of its tensors are left out"),
+        (lambda: MLP(at_most), {"tensor": 2}, "some of its optional tensors are missing"),
         (Normed, {"tensor": 2, "batch": IMAGES}, "'norm.running_mean' in its forward; a shard would give"),
         (Running, {"tensor": 2}, "'run' in its forward; a shard would give"),
         (GPT24, {"tensor": 2, "batch": TEXT, "loss": weighed}, "has weights of classes"),

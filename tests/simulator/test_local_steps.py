@@ -107,7 +107,7 @@ def test_clipping_costs_an_agreement_and_three_passes():
         ({"every_steps": 0}, "every 0 steps"),
         ({"every_steps": 2, "servers": (0,)}, "servers and every_steps"),
         ({"every_steps": 2, "zero": 1}, "zero and every_steps"),
-        ({"every_steps": 2, "across_steps": True}, "across steps anyway"),
+        ({"every_steps": 2, "across_steps": True}, "across steps already"),
         ({"every_steps": 2, "algorithm": "hierarchical", "node_size": 2}, "plain all-reduces"),
     ],
 )
