@@ -1,9 +1,10 @@
 """Emulated clusters (Linux, root): throughput of shaped links beside the file's, and 20 kills of emulated runs.
 
 `links`: two or four ranks over gloo, each rank under its share of a core; bytes of messages per second in one
-direction while they are sent, beside the bandwidth of the file. On shared NICs two ranks of one node send at once, and
-each has half. `kills`: a run is started and its launcher, a rank or its janitor is killed (-9) at a random moment;
-counted is what is left 10 s later: processes, cgroups, links of this namespace.
+direction, beside the bandwidth of the file. On shared NICs two ranks of one node send at once, and each has half.
+`limits`: throughput of the fastest link that is emulated, and half the round trip of a byte. `kills`: a run is started
+and its launcher, a rank or its janitor is killed (-9) at a random moment; counted is what is left 10 s later:
+processes, cgroups, links of this namespace.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 from harness import Row, make_row, publish_sections
 
 from meshwright.emulation import Emulated, open_lab
+from meshwright.emulation.layout import MAX_BYTES_PER_S
 from meshwright.emulation.quotas import find_cpu_groups
-from meshwright.spec import Cluster, DeviceGroup, Link, Node, load_cluster
+from meshwright.spec import Cluster, DeviceGroup, Link, load_cluster
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "emulated"
 MBITS = (50, 100, 500, 1000, 2000)
@@ -30,31 +33,16 @@ TIMEOUT_S = 120
 TARGET, SECONDS = 0.05, 4.0
 
 
-def cluster_of(bytes_per_s: float, devices: int, nodes: int = 2) -> Cluster:
-    """Nodes with one NIC each."""
+def cluster_of(bytes_per_s: float, devices: int) -> Cluster:
+    """Two nodes with one NIC each."""
     shipped = load_cluster(EXAMPLES / "shared-nics.toml")
-    first = shipped.nodes[0]
     nic = Link(latency_s=0.0, bandwidth_bytes_per_s=bytes_per_s)
-    return Cluster(
-        name="links",
-        device_kinds=shipped.device_kinds,
-        nodes=tuple(
-            Node(
-                name=f"node{place}",
-                devices=(DeviceGroup(kind="cpu", count=devices),),
-                host_memory_bytes=first.host_memory_bytes,
-                num_cores=1,
-                device_link=first.device_link,
-                pcie=first.pcie,
-                nic=nic,
-            )
-            for place in range(nodes)
-        ),
-    )
+    group = (DeviceGroup(kind="cpu", count=devices),)
+    return replace(shipped, nodes=tuple(replace(node, devices=group, nic=nic) for node in shipped.nodes))
 
 
-def send_all(num_bytes: int, repeats: int) -> None:
-    """As a rank: the first half of the ranks send to the second half; receivers print bytes per second."""
+def send_all(num_bytes: int, repeats: int, replies: int) -> None:
+    """As a rank: the first half of the ranks send to the second half, which may reply; receivers print the seconds."""
     import torch
     import torch.distributed as dist
 
@@ -62,33 +50,31 @@ def send_all(num_bytes: int, repeats: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank, half = dist.get_rank(), dist.get_world_size() // 2
     data = torch.zeros(num_bytes, dtype=torch.uint8)
-    dist.barrier()
-    # A first message opens the connection and empties the buckets' bursts.
+
+    def once() -> None:
+        dist.send(data, rank + half) if rank < half else dist.recv(data, rank - half)
+        if replies:
+            dist.recv(data, rank + half) if rank < half else dist.send(data, rank - half)
+
+    # The first messages open the connection and empty the bursts of the queues.
     for _ in range(2):
-        if rank < half:
-            dist.send(data, rank + half)
-        else:
-            dist.recv(data, rank - half)
+        once()
     start = time.perf_counter()
     for _ in range(repeats):
-        if rank < half:
-            dist.send(data, rank + half)
-        else:
-            dist.recv(data, rank - half)
+        once()
     if rank >= half:
-        print(num_bytes * repeats / (time.perf_counter() - start), flush=True)
+        print(time.perf_counter() - start, flush=True)
     dist.barrier()
 
 
-def throughput(cluster: Cluster, bytes_per_s: float) -> list[float]:
-    """Bytes per second that each receiver got; messages of a quarter of a second."""
-    message = max(2**16, int(bytes_per_s / 4))
+def time_messages(cluster: Cluster, num_bytes: int, repeats: int, *, replies: bool = False) -> list[float]:
+    """Seconds that each receiver waited for all messages."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open_lab(Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks))), Path(folder)) as lab,
     ):
         lab.start_clock()
-        command = [sys.executable, *lab.arguments, "emulation", str(message), str(int(SECONDS * 4))]
+        command = [sys.executable, *lab.arguments, "emulation", *map(str, (num_bytes, repeats, int(replies)))]
         ranks = [
             subprocess.Popen(
                 command,
@@ -100,6 +86,12 @@ def throughput(cluster: Cluster, bytes_per_s: float) -> list[float]:
         ]
         outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
     return [float(output) for output in outputs if output]
+
+
+def throughput(cluster: Cluster, bytes_per_s: float) -> list[float]:
+    """Bytes per second that each receiver got, in messages of about a quarter of a second."""
+    message, repeats = max(2**16, int(bytes_per_s / 4)), int(SECONDS * 4)
+    return [message * repeats / seconds for seconds in time_messages(cluster, message, repeats)]
 
 
 def path() -> str:
@@ -119,6 +111,16 @@ def measure_links(quick: bool) -> list[Row]:
         rows.append(link_row(f"{mbits} Mbit/s shared, both", rate, [sum(found)]))
         rows.append(link_row(f"{mbits} Mbit/s shared, the slower", rate / 2, [min(found)]))
     return rows
+
+
+def measure_limits(quick: bool) -> list[Row]:
+    """Throughput of the fastest link that is emulated, and the latency of a message of one byte."""
+    cluster, repeats = cluster_of(MAX_BYTES_PER_S, 1), 200 if quick else 2000
+    (seconds,) = time_messages(cluster, 1, repeats, replies=True)
+    return [
+        make_row("fastest link", throughput(cluster, MAX_BYTES_PER_S)[0], "B/s", baseline=MAX_BYTES_PER_S),
+        make_row("latency", seconds / repeats / 2, "s"),
+    ]
 
 
 def link_row(name: str, expected: float, found: list[float]) -> Row:
@@ -209,7 +211,9 @@ def kill_one(run: subprocess.Popen[bytes], victim: str, after_s: float) -> bool:
 
 def main() -> int:
     """Run the sections; 1 if a target was missed."""
-    return publish_sections("emulation", __doc__ or "", {"links": measure_links, "kills": kill_runs})
+    return publish_sections(
+        "emulation", __doc__ or "", {"links": measure_links, "limits": measure_limits, "kills": kill_runs}
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +25,16 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident memory of this process in bytes.
+
+    Not ``ru_maxrss``: a process that is started from a larger one begins with the size of its parent.
+    """
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 def run_ranks(module: str, world_size: int, *arguments: str, timeout_s: float = 300) -> None:

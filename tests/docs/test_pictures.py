@@ -53,6 +53,11 @@ def test_the_picture_of_compiled_layers_is_what_costs_say(drawn):
     assert compiled.PICTURE.read_text() == compiled.draw(), "run python docs/pictures/compiled.py"
 
 
+def test_the_picture_of_emulation_is_the_layout_of_its_example(drawn):
+    emulation = drawn("emulation")
+    assert emulation.PICTURE.read_text() == emulation.draw(), "run python docs/pictures/emulation.py"
+
+
 def test_the_picture_of_groups_that_share_states_is_what_plans_mean(drawn):
     hybrid = drawn("hybrid")
     assert hybrid.PICTURE.read_text() == hybrid.draw(), "run python docs/pictures/hybrid.py"

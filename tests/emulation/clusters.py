@@ -1,6 +1,8 @@
 """Clusters for tests of emulation."""
 
-from meshwright.spec import Cluster, DeviceGroup, Link, Node, load_cluster
+from dataclasses import replace
+
+from meshwright.spec import Cluster, DeviceGroup, Link, load_cluster
 from tests.project import ROOT
 
 EXAMPLES = ROOT / "examples" / "emulated"
@@ -10,23 +12,16 @@ TWO_LABS, SHARED_NICS, SLOW_NODE = (
 
 
 def cluster_of(*nodes: tuple[int, int], nic: Link | None = None, **fields) -> Cluster:
-    """Return a cluster with (devices, NICs) per node."""
-    link = Link(latency_s=50e-6, bandwidth_bytes_per_s=1e9)
-    return Cluster(
-        name="made",
-        device_kinds=SHARED_NICS.device_kinds,
-        nodes=tuple(
-            Node(
-                name=f"node{place}",
-                devices=(DeviceGroup(kind="cpu", count=devices),),
-                host_memory_bytes=2**32,
-                num_cores=1,
-                device_link=link,
-                pcie=link,
-                nic=nic or Link(latency_s=1e-4, bandwidth_bytes_per_s=1e7),
-                num_nics=num_nics,
-            )
-            for place, (devices, num_nics) in enumerate(nodes)
-        ),
-        **fields,
+    """Return a cluster with (devices, NICs) per node; a NIC has 10 MB/s by default."""
+    like, link = SHARED_NICS.nodes[0], nic or Link(latency_s=1e-4, bandwidth_bytes_per_s=1e7)
+    made = tuple(
+        replace(
+            like,
+            name=f"node{place}",
+            devices=(DeviceGroup(kind="cpu", count=devices),),
+            nic=link,
+            num_nics=num_nics,
+        )
+        for place, (devices, num_nics) in enumerate(nodes)
     )
+    return replace(SHARED_NICS, name="made", nodes=made, **fields)

@@ -19,6 +19,7 @@ from meshwright.spec.scenario import Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
 from meshwright.spec.units import Seconds
 from tests.emulation.clusters import SHARED_NICS
+from tests.host.machines import make_host
 from tests.project import ROOT
 
 WAIT_S = 30
@@ -164,17 +165,29 @@ def test_links_and_shares_change_at_their_moments(tmp_path):
     assert not folder.parent.exists()
 
 
-def test_a_machine_without_quotas_is_refused():
+def test_a_machine_without_quotas_is_refused(tmp_path):
     with pytest.raises(RunError, match="no cgroup controller 'cpu' is mounted"):
-        find_cpu_groups("31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n")
+        find_cpu_groups(make_host(tmp_path, {"/proc/self/cgroup": "4:memory:/a\n0::/a\n"}))
 
 
-def test_groups_of_both_versions_are_written(tmp_path):
-    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io")
-    mounts = f"40 31 0:37 / {tmp_path} rw - cgroup2 cgroup2 rw\n"
-    assert find_cpu_groups(mounts) == (tmp_path, 2)
-    newer = "38 31 0:35 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
-    assert find_cpu_groups(mounts + newer) == (Path("/sys/fs/cgroup/cpu"), 1)
+OWN = {"/proc/self/cgroup": "2:cpu,cpuacct:/job\n0::/job\n"}
+OLDER = {"/sys/fs/cgroup/cpu,cpuacct/cgroup.procs": "1", "/sys/fs/cgroup/cpu,cpuacct/job/cgroup.procs": "2"}
+NEWER = {"/sys/fs/cgroup/cgroup.controllers": "cpuset cpu io"}
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (NEWER, (Path("/sys/fs/cgroup"), 2)),
+        (OLDER, (Path("/sys/fs/cgroup/cpu,cpuacct"), 1)),
+        (OLDER | NEWER, (Path("/sys/fs/cgroup/cpu,cpuacct"), 1)),
+    ],
+)
+def test_the_top_of_the_groups_is_found(tmp_path, files, found):
+    assert find_cpu_groups(make_host(tmp_path, OWN | files)) == found
+
+
+def test_groups_of_version_2_are_written(tmp_path):
     groups = CpuGroups(tmp_path, 2, f"{PREFIX}1")
     groups.make(2)
     groups.limit(1, 0.25)
@@ -182,6 +195,16 @@ def test_groups_of_both_versions_are_written(tmp_path):
     groups.limit(0, 0.02)
     assert (groups.rank_folder(0) / "cpu.max").read_text() == "1000 50000"
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
+
+
+def test_a_group_that_stays_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.emulation.janitor._GIVE_UP_S", 0.05)
+    groups = CpuGroups(tmp_path, 2, f"{PREFIX}1")
+    groups.make(1)
+    # The kernel refuses to remove a group with a process, as this file system a folder with a file.
+    (groups.rank_folder(0) / "cpu.max").write_text("max 100000")
+    with pytest.raises(RunError, match="a process in this cgroup does not end"):
+        groups.remove()
 
 
 def test_without_the_rights_or_programs_it_is_refused(monkeypatch):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.fuzz.cases import Case, cases
 from tests.fuzz.corpus import make_corpus
 from tests.fuzz.outcome import try_case
+from tests.processes import peak_rss_bytes
 
 MAX_RSS_BYTES = 2 * 2**30
 
@@ -60,19 +60,9 @@ def fuzz(num_cases: int, random_seed: int) -> dict:
         "cases": count,
         "seed": random_seed,
         "seconds": round(time.monotonic() - start, 1),
-        "max_rss_bytes": _peak_rss_bytes(),
+        "max_rss_bytes": peak_rss_bytes(),
         "wrong": wrong,
     }
-
-
-def _peak_rss_bytes() -> int:
-    """The largest resident memory of this process, in bytes.
-
-    Not ``ru_maxrss``: a process that is started from a larger one begins with the size of its parent.
-    """
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 def _shown(case: Case) -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 from meshwright.records import COLUMNS, make_records, parquet
 from meshwright.records.parquet import _pages, read_records, write_records
 from meshwright.spec import DocumentError
+from tests.project import ROOT
 from tests.records.test_table import some_records
 
 
@@ -184,22 +185,19 @@ def with_sources(path, texts, times, **how):
 
 # Reads tables, and tells how many bytes more that took at once than reading the first one.
 READ = """
-import re, sys
-from pathlib import Path
+import sys
 from meshwright.records.parquet import read_records
 from meshwright.spec import DocumentError
-
-def most_bytes():
-    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+from tests.processes import peak_rss_bytes
 
 read_records(sys.argv[1])
-before = most_bytes()
+before = peak_rss_bytes()
 for path in sys.argv[2:]:
     try:
         print(len(read_records(path)))
     except DocumentError as error:
         print(error)
-print(most_bytes() - before)
+print(peak_rss_bytes() - before)
 """
 
 
@@ -218,7 +216,7 @@ def test_small_files_that_stand_for_gigabytes_are_refused_in_little_memory(tmp_p
     lie(plain, 1000, size)
     assert all(path.stat().st_size < 2**20 for path in (binary, view, delta, plain))
     command = [sys.executable, "-c", READ, *map(str, (small, binary, view, delta, plain, small))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     told = done.stdout.splitlines()
     assert "column 'source' holds binary; expected strings or numbers" in told[0]

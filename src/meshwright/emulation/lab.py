@@ -1,7 +1,7 @@
 """A lab: a cluster's network and processors built on this machine, changed at given times, and removed.
 
-with open_lab(Emulated(cluster=cluster, devices=(0, 1)), folder) as lab:
-start processes with the arguments lab.arguments, then lab.start_clock()
+The caller opens a lab (`open_lab`), starts a process for each rank by ``python`` and `Lab.arguments`, and calls
+`Lab.start_clock` with the first step.
 """
 
 from __future__ import annotations

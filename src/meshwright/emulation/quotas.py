@@ -6,11 +6,12 @@ A process may use ``share`` times a period of processor time per period. Sources
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.emulation.janitor import PREFIX, remove_groups
+from meshwright.host import Host
+from meshwright.host.memory_limits import cgroup_folders
 from meshwright.spec import RunError
 
 # Short, so that a rank is not stopped for long; each stop lasts at most a period.
@@ -64,36 +65,28 @@ class CpuGroups:
         (folder / "cpu.cfs_quota_us").write_text(str(quota))
 
     def remove(self) -> None:
-        """End all processes in the folders and remove these."""
+        """End all processes in the folders and remove these. Raises RunError if a process does not end."""
         remove_groups(self.folder)
+        if self.folder.exists():
+            raise RunError(f"{self.folder}: a process in this cgroup does not end. End it, then remove the folder.")
 
 
-def find_cpu_groups(mounts: str | None = None) -> tuple[Path, int]:
-    """Return where the kernel's groups for processor time are mounted, and their version.
+def find_cpu_groups(host: Host | None = None) -> tuple[Path, int]:
+    """Return the top folder of the kernel's groups for processor time, and their version, 1 or 2.
 
-    ``mounts``: the text of /proc/self/mountinfo. Raises RunError if no group is mounted that limits processor time.
+    Raises RunError if ``host``, by default this one, has no such groups.
     """
-    text = Path("/proc/self/mountinfo").read_text() if mounts is None else mounts
-    newer: Path | None = None
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        place, (kind, _, options) = Path(before.split()[4]), after.split(maxsplit=2)
-        if kind == "cgroup" and "cpu" in options.split(","):
-            return place, 1
-        if kind == "cgroup2":
-            newer = place
-    if newer is not None and _has_cpu(newer):
-        return newer, 2
+    host = host or Host()
+    for controller, version, file in (("cpu", 1, "cgroup.procs"), ("", 2, "cgroup.controllers")):
+        # The top comes last.
+        for folder in reversed(cgroup_folders(host, controller)):
+            text = host.read(f"{folder}/{file}")
+            if text is not None and (version == 1 or "cpu" in text.split()):
+                return Path(folder), version
     raise RunError(
         "Processor time cannot be limited here: no cgroup controller 'cpu' is mounted. Mount cgroups, or leave "
         "--emulate out."
     )
-
-
-def _has_cpu(top: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return "cpu" in (top / "cgroup.controllers").read_text().split()
-    return False
 
 
 def group_name(launcher: int) -> str:

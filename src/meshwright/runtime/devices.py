@@ -45,7 +45,7 @@ def own_device(kind: Backend) -> torch.device:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1))
         raise RunError(
             f"{ranks} ranks were started on this host, but torch sees {count} GPUs; each rank needs its own GPU. "
-            "Start at most as many ranks as the host has GPUs (CUDA_VISIBLE_DEVICES may hide some), or plan for fewer "
+            "Start at most one rank per GPU of the host (CUDA_VISIBLE_DEVICES may hide GPUs), or plan for fewer "
             "devices per node."
         )
     return torch.device("cuda", local_rank)

@@ -137,7 +137,7 @@ def dry_run(
 ) -> DryRun:
     """Run a step of a plan as its process number ``process``, with fake tensors on ``device`` (by default the CPU).
 
-    ``model``: the plan's model from `fake_model`, made here by default. An asynchronous plan runs as many steps as fill
+    ``model``: the plan's model from `fake_model`, made here by default. An asynchronous plan runs the steps that fill
     the pipeline, and one more. Updates of an optimizer do not communicate, so any ``optimizer`` can be given. A fake
     process group is created, and destroyed at the end.
 

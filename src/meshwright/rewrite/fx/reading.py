@@ -116,7 +116,7 @@ class Reader:
         return self.dtype(term) in _FLOATS
 
     def given(self, *terms: int | None) -> tuple[int, ...]:
-        """Return optional operands up to the first that is None."""
+        """Return the optional operands that precede the first missing (None) one."""
         found = []
         for term in terms:
             if term is None:

@@ -35,8 +35,8 @@ def pack(
     """Fill ``table`` with a packing; return its number of rows, or -1 if ``num_devices`` devices do not suffice.
 
     ``latency``, ``most`` and ``slo`` are columns of a pool, ``row`` is its ``ROW``. ``rates`` are in requests per ns;
-    ``memory`` is the share of a device's memory that each model takes. The table needs at least as many rows as there
-    are devices and models together.
+    ``memory`` is the share of a device's memory that each model takes. The table needs at least one row for each
+    device and each model.
     """
     num_models = len(rates)
     rows, device = 0, 0

@@ -145,7 +145,7 @@ class Recording:
 
 
 class Recordable(Protocol):
-    """An object that can record: it adds rows to ``recording``, unless that is None."""
+    """An object that can record. While ``recording`` is not None, the object adds rows to it."""
 
     recording: Recording | None
 

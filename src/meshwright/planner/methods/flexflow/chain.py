@@ -182,9 +182,9 @@ def _copy(soap: Soap, strategy: Strategy, random: np.random.Generator, layer: in
 
 @compiled
 def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps: NDArray[np.float64]) -> int:
-    """Simulate as many proposals as ``rises_ps`` has entries, without accepting any; return how many are slower.
+    """Simulate one proposal per entry of ``rises_ps``, accept none of them, and return the number of slower ones.
 
-    The increases of the step time of the slower ones, in picoseconds, are written to the front of ``rises_ps``.
+    The front of ``rises_ps`` gets the increases of the step time of these slower proposals, in picoseconds.
     """
     strategy, schedule, now, new, count = chain.strategy, chain.schedule, chain.devices_of[0], chain.devices_of[1], 0
     for _ in range(len(rises_ps)):

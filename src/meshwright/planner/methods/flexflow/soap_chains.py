@@ -47,7 +47,7 @@ StrategyArrays = tuple["Integers", "Integers"]
 
 
 def data_parallel(space: SoapSpace, random: np.random.Generator | None = None) -> StrategyArrays:  # noqa: ARG001
-    """Return the strategy that splits every layer along samples only, into as many parts as possible."""
+    """Return the strategy that splits every layer into the largest possible number of parts, along samples only."""
     return _by(space, lambda layer: _most(space, layer, "sample"))
 
 
