@@ -142,7 +142,7 @@ def test_the_least_latency_is_that_of_all_uniform_pipelines(batch):
 
 def test_without_any_it_says_what_the_least_is():
     least = latency_of(plan_of((0,), size=1), cluster_of(1))
-    with pytest.raises(PlanError, match=r"one of 1 samples takes at least .* to compute"):
+    with pytest.raises(PlanError, match=r"a microbatch of 1 sample takes at least .* to compute"):
         search(GRAPH, cluster_of(4), 16, max_latency_s=least / 2)
     cluster = cluster_of(4)
     with pytest.raises(PlanError, match=r"The fastest of \d+ plans? that"):

@@ -217,5 +217,5 @@ def test_what_activations_on_the_host_do_not_go_with_is_refused(changes, words):
 
 def test_backwards_in_two_parts_are_refused():
     plan = plan_of(GPT, ((0,), (1,)), 4, schedule="zb-h1")
-    with pytest.raises(PlanError, match=r"backwards come in two parts.*Choose 1f1b"):
+    with pytest.raises(PlanError, match=r"backwards have two parts.*Choose 1f1b"):
         build_program(plan, GPT)

@@ -27,6 +27,7 @@ from meshwright.spec import (
     Sharding,
     StagePlan,
     Workload,
+    format_count,
     format_seconds,
 )
 from meshwright.spec.offload import check_offload
@@ -234,7 +235,7 @@ def _quick_enough(space: Space, max_latency_s: float) -> Space:
         split = space.setting.sharding.describe() or "whole ops"
         raise PlanError(
             f"No plan with {split} answers a microbatch within {format_seconds(max_latency_s)}: a microbatch of "
-            f"{size} samples takes at least {format_seconds(seconds)} to compute. Allow smaller "
+            f"{format_count(size, 'sample')} takes at least {format_seconds(seconds)} to compute. Allow smaller "
             "microbatches, split ops over devices (--tensor), or allow a longer --max-latency."
         )
     found = replace(space, microbatch_sizes=sizes)
