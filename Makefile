@@ -31,7 +31,7 @@ test: $(VENV)/.stamp-dev ## two cases of each test that is not long; P=planner: 
 	$(BIN)/python -m pytest -m "not slow and not long and not lint" --hypothesis-profile=quick $(PARALLEL) $(PYTEST_ARGS) $(P:%=tests/%)
 
 test-ci: $(VENV)/.stamp-dev ## what CI runs: all cases, the long tests too, as every command of the pages
-	$(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not lint" --timeout=300 $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.stamp-dev ## the slow ones too, with more examples for each property
 	$(BIN)/python -m pytest --hypothesis-profile=thorough --timeout=900 $(PYTEST_ARGS)

@@ -5,9 +5,12 @@ missing *program* is a failure instead: `.ci/run` installs programs, so there is
 hardware or rights (a GPU, root) are skipped everywhere.
 
 `make test` shares the tests out among processes (pytest-xdist): those of one file stay together, since they share what
-its fixtures make; only pages of the documentation and dry runs on an accelerator go one by one. Files that start
-processes of their own take longest and come first, so that short ones are left for the end. What they start are forks
-of one process (`tests.warm`).
+its fixtures make, and so do its long ones, which come behind those of all files; only pages of the documentation and
+dry runs on an accelerator go one by one. Files that start processes of their own take longest and come first, so that
+short ones are left for the end. What they start are forks of one process (`tests.warm`).
+
+The time of CI is limited, and its machines differ in speed by a factor of four. Long tests that have not begun by
+``TESTS_UNTIL``, in seconds since the epoch (set by `.ci/run`), are skipped; the summary says how many.
 xdist's own ``--dist loadgroup`` does nothing here: xdist 3.8 writes the group into a field that pytest 9.2 no longer
 reads.
 """
@@ -17,8 +20,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +78,20 @@ def _missing_programs(marker: str) -> list[str]:
 
 
 class ByFile(LoadScopeScheduling):
-    """Each file is a unit of work, and each test of `APART`, in the order in which they were collected."""
+    """Tests of a file that are neighbours are a unit of work, and each test of `APART`, in the order of collection."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path, _, _ = nodeid.partition("::")
-        return nodeid if path in APART else path
+        return self._units[nodeid]
+
+    @cached_property
+    def _units(self) -> dict[str, str]:
+        units, last, number = dict[str, str](), "", 0
+        for nodeid in self.collection:
+            path, _, _ = nodeid.partition("::")
+            own = nodeid if path in APART else path
+            number += own != last
+            units[nodeid], last = f"{number} {own}", own
+        return units
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,7 +119,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | Non
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of a test behind its second, of a matrix behind its first, as long; processes come first."""
+    """Mark the cases of a test behind its second, of a matrix behind its first, as long; see the module for the order."""
     begun: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("long") is None:
@@ -113,11 +127,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             begun[test] += 1
             if begun[test] > (1 if item.get_closest_marker("matrix") else 2):
                 item.add_marker("long")
-    long = {item.path for item in items if item.get_closest_marker("distributed") or item.nodeid.startswith(APART)}
-    items.sort(key=lambda item: item.path not in long)
+    slow = {item.path for item in items if item.get_closest_marker("distributed") or item.nodeid.startswith(APART)}
+    items.sort(key=lambda item: (item.get_closest_marker("long") is not None, item.path not in slow))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = float(os.environ.get("TESTS_UNTIL", "inf"))
+    if time.time() > until and item.get_closest_marker("long") is not None:
+        pytest.skip("no time left for long tests on this machine")
     for marker in (*PROGRAMS, *HARDWARE_AND_RIGHTS):
         if item.get_closest_marker(marker) is None:
             continue

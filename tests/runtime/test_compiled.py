@@ -22,10 +22,10 @@ NAMES = [f"{model}, {layout}" for model, layout in CASES]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return read_results("tests.runtime.compiled_worker", 2, tmp_path_factory.mktemp("compiled"), timeout_s=600)
+    return read_results("tests.runtime.compiled_worker", 2, tmp_path_factory.mktemp("compiled"), timeout_s=1200)
 
 
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(1260)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_layers_that_are_not_compiled(results, name):

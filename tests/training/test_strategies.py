@@ -123,7 +123,7 @@ def test_what_cannot_run_in_parts_is_no_dim():
 def test_degrees_of_another_model_are_refused():
     source = load_model("gpt-tiny", batch_size=BATCH, fake=True)
     graph = capture_model(source.model, source.inputs, targets=source.targets, loss=source.loss, verify=False).graph
-    with pytest.raises(PlanError, match="do not fit"):
+    with pytest.raises(PlanError, match="do not match"):
         split_graph(graph, BATCH, ((1,),))
 
 
