@@ -4,14 +4,17 @@
 direction, beside the bandwidth of the file. On shared NICs two ranks of one node send at once, and each has half.
 `limits`: throughput of the fastest link that is emulated, and half the round trip of a byte. `kills`: a run is started
 and its launcher, a rank or its janitor is killed (-9) at a random moment; counted is what is left 10 s later:
-processes, cgroups, links of this namespace.
+processes, cgroups, links of this namespace. `steps`: models on clusters of four devices are measured (`measure
+--emulate`), planned and run by the command line; the predicted step beside the median of the measured ones.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,16 @@ EXAMPLES = Path(__file__).parent.parent / "examples" / "emulated"
 MBITS = (50, 100, 500, 1000, 2000)
 TIMEOUT_S = 120
 TARGET, SECONDS = 0.05, 4.0
+# Steps: four devices each. Models of two families, which compute for a tenth of a second or more under their quotas.
+CLUSTERS = ("two-labs", "shared-nics", "slow-node")
+MODELS = {"gpt-tiny": "8", "resnet-tiny": "8"}
+LAYOUTS = {
+    "DDP": ("--stages", "1", "--zero", "0", "--tensor", "1"),
+    "pipeline": ("--stages", "4", "--schedule", "1f1b", "--zero", "0", "--tensor", "1"),
+    "ZeRO 3": ("--stages", "1", "--zero", "3", "--tensor", "1"),
+    "tensor": ("--stages", "1", "--zero", "0", "--tensor", "4"),
+}
+NUM_STEPS, STEP_TARGET, COMMAND_S = "12", 0.10, 600
 
 
 def cluster_of(bytes_per_s: float, devices: int) -> Cluster:
@@ -209,10 +222,47 @@ def kill_one(run: subprocess.Popen[bytes], victim: str, after_s: float) -> bool:
     return True
 
 
+def compare_steps(quick: bool) -> list[Row]:
+    """Predicted and measured seconds of a step of every model, cluster and layout that can be planned."""
+    rows, errors = list[Row](), list[float]()
+    for cluster in CLUSTERS[:1] if quick else CLUSTERS:
+        file = str(EXAMPLES / f"{cluster}.toml")
+        for model, size in list(MODELS.items())[: 1 if quick else None]:
+            with tempfile.TemporaryDirectory() as folder:
+                call(folder, "measure", model, "-m", size, "--emulate", file, "--out", "table.parquet")
+                for layout, options in LAYOUTS.items():
+                    predicted_s, measured_s = run_layout(folder, model, size, file, options)
+                    errors.append(abs(predicted_s / measured_s - 1))
+                    row = make_row(f"{model}, {cluster}, {layout}: predicted", predicted_s, "s", baseline=measured_s)
+                    rows.append(row)
+                    print(row, flush=True)
+    return [*rows, make_row("error, median", statistics.median(errors), "off", target=STEP_TARGET)]
+
+
+def run_layout(folder: str, model: str, size: str, cluster: str, options: tuple[str, ...]) -> tuple[float, float]:
+    """Predicted and measured seconds of a step of one plan, in microbatches of a table that is in the folder."""
+    common = ("--cluster", cluster, "--precision", "float32", "--measurements", "table.parquet")
+    call(folder, "plan", model, *common, "--batch", "32", "-m", size, *options, "--out", "plan.json")
+    text = call(folder, "run", "plan.json", "--steps", NUM_STEPS, "--emulate", cluster, "--json", "--out", "out")
+    found = json.loads(text)
+    return found["predicted_step_s"], found["median_step_s"]
+
+
+def call(folder: str, *arguments: str) -> str:
+    """The standard output of a command of meshwright."""
+    command = [sys.executable, "-m", "meshwright", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} failed: {done.stderr[-2000:]}")
+    return done.stdout
+
+
 def main() -> int:
     """Run the sections; 1 if a target was missed."""
     return publish_sections(
-        "emulation", __doc__ or "", {"links": measure_links, "limits": measure_limits, "kills": kill_runs}
+        "emulation",
+        __doc__ or "",
+        {"links": measure_links, "limits": measure_limits, "steps": compare_steps, "kills": kill_runs},
     )
 
 

@@ -119,7 +119,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | Non
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of a test behind its second, of a matrix behind its first, as long; see the module for the order."""
+    """Mark the cases of a test behind its second, of a matrix behind its first, as long; sort as the module says."""
     begun: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("long") is None:

@@ -61,9 +61,7 @@ def test_a_slow_path_is_a_class_at_both_ends():
 
 def test_shares_fit_on_the_cores():
     assert rank_shares(SHARED_NICS, 2) == [0.45] * 4
-    shares = rank_shares(SLOW_NODE, 2)
-    assert sum(shares) == pytest.approx(1.8)
-    assert shares[3] == pytest.approx(shares[0] / 2)
+    assert rank_shares(SLOW_NODE, 2) == [0.45, 0.45, 0.45, 0.225]
     assert rank_shares(SLOW_NODE, 64) == [1, 1, 1, 0.5]
 
 

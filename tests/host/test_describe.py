@@ -64,7 +64,7 @@ def test_bridged_pairs_are_described_by_the_slowest_pair(tmp_path):
     assert (kind.name, kind.memory_bytes, kind.memory_bandwidth_bytes_per_s) == ("A100-PCIe", 80 * 2**30, 1.935e12)
     assert node.device_link == node.pcie
     assert node.pcie.bandwidth_bytes_per_s == 32e9
-    assert "slowest" in described.remarks["nodes.0.device_link"]
+    assert "some pair of GPUs has no NVLink" in described.remarks["nodes.0.device_link"]
     assert described.remarks["nodes.0.nic"].startswith("not found")
 
 

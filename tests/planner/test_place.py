@@ -237,7 +237,7 @@ def test_memory_forces_a_second_device():
     ranks = ranks_by_name(placement, graph)
     assert ranks["a0"] != ranks["b0"]
     assert max(simulate_plan(placement, graph, dear.cluster, cost=dear).peak_memory_bytes) <= 5 * 2**20
-    with pytest.raises(NoFeasiblePlanError, match=r"needs 4.* of 1 MiB; the largest part: parameters"):
+    with pytest.raises(NoFeasiblePlanError, match=r"needs 4.* and has 1 MiB; the largest part: parameters"):
         put(graph, cost=dear, memory=MemoryLimit(num_bytes=2**20))
 
 

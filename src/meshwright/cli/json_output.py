@@ -229,6 +229,14 @@ OUTPUTS: dict[str, JsonDocument] = {
             "file": _FILE,
         },
     ),
+    "emulated-measurements": JsonDocument(
+        command="measure --emulate",
+        keys={
+            "ops": "a row per op, optimizer or overhead: number of rows, fastest and slowest seconds",
+            "places": "a row per collective and group (ranks, concurrent groups, stride): latency and bandwidth",
+            "file": _FILE,
+        },
+    ),
     "calibration": JsonDocument(
         command="measure --calibrate",
         keys={

@@ -18,6 +18,7 @@ from meshwright.cli.measure_more import (
     calibrate_table,
     measure_batches_table,
     measure_device,
+    measure_emulated_table,
     measure_links_table,
     read_known,
     write_device_table,
@@ -130,6 +131,14 @@ def measure(
             "(seven sizes, each twice the one before).",
         ),
     ] = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLUSTER",
+            help="Time MODEL, if given, and every collective on this cluster (.toml), emulated on this host as by run "
+            "--emulate (root, Linux). The table is a .parquet file.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time the model's ops, the optimizers and the links of this machine, on a GPU or on its processors.
@@ -147,6 +156,7 @@ def measure(
         "--calibrate": calibrate,
         "--batches": batches is not None,
         "--device-table": device_table,
+        "--emulate": emulate is not None,
     }
     mode = _one_of([name for name, given in modes.items() if given])
     sizes = model_sizes(sequence_length, image_size)
@@ -162,6 +172,19 @@ def measure(
         return
     if mode == "--device-table":
         write_device_table(out or Path("measurements.parquet"), device=device, repeats=repeats or 10, as_json=as_json)
+        return
+    if emulate is not None:
+        if ranks is not None:
+            raise typer.BadParameter("--emulate measures all devices of the cluster; leave --ranks out.")
+        measure_emulated_table(
+            model,
+            out or Path("measurements.parquet"),
+            microbatch_size or ([1, 2, 4] if model else []),
+            emulate,
+            sizes=sizes,
+            repeats=repeats or 10,
+            as_json=as_json,
+        )
         return
     if not mode and _is_on_gpu(device, ranks, precision):
         measure_device(
@@ -199,7 +222,7 @@ def _check_options(mode: str, *, of_model: bool, device: str | None, force: bool
     """Refuse options that belong to another mode."""
     if mode in _WITHOUT_MODEL and of_model:
         raise typer.BadParameter(f"{mode} {_WITHOUT_MODEL[mode]}")
-    if device is not None and mode in ("--cluster", "--links", "--calibrate"):
+    if device is not None and mode in ("--cluster", "--links", "--calibrate", "--emulate"):
         raise typer.BadParameter(
             f"--device was given with {mode}, which chooses its devices itself; leave --device out."
         )

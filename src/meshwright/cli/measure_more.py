@@ -2,7 +2,8 @@
 
 ``--links`` (`measure_links_table`) times every collective between the available ranks. ``--calibrate``
 (`calibrate_table`) corrects a table by real steps. ``--batches`` (`measure_batches_table`) times batches of a whole
-model. On a GPU, `measure_device` times the ops of a model, `write_device_table` single operators.
+model. ``--emulate`` (`measure_emulated_table`) times a model and links on an emulated cluster. On a GPU,
+`measure_device` times the ops of a model, `write_device_table` single operators.
 """
 
 from __future__ import annotations
@@ -288,6 +289,43 @@ def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
         f"{_share(scale.latency)} of the prediction where latency dominates, {_share(scale.bandwidth)} where bandwidth "
         "does.",
         Text(f"{len(found)} rows written to {out}"),
+    )
+
+
+def measure_emulated_table(
+    model: str | None,
+    out: Path,
+    microbatch_sizes: list[int],
+    cluster: str,
+    *,
+    sizes: tuple[tuple[str, int], ...],
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Time a model and every collective on an emulated cluster, write the rows, and print a summary.
+
+    Raises what `measure_emulated` and `check_table_place` raise.
+    """
+    from meshwright.records import add_records, check_table_place
+    from meshwright.report import make_table
+    from meshwright.spec import load_cluster
+    from meshwright.training import measure_emulated
+
+    check_table_place(out, of_many=True)
+    with terminal_sink(as_json) as events:
+        found = measure_emulated(
+            model, microbatch_sizes, load_cluster(cluster), sizes=sizes, repeats=repeats, events=events
+        )
+    add_records(found, out)
+    links = found.where(kernel="gloo", phase="")
+    ops, places = found.where(kernel=""), place_rows(links)
+    if as_json:
+        print_json("emulated-measurements", {"ops": op_rows(ops), "places": places, "file": str(out)})
+        return
+    print_tables(
+        *op_tables(ops),
+        make_table(places, title="t = latency + bytes / bandwidth, bytes of the full tensor"),
+        Text(f"{format_count(len(found), 'row')} written to {out}"),
     )
 
 

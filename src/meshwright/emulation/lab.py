@@ -15,9 +15,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from meshwright.emulation import janitor
+from meshwright.emulation.enter import enter
 from meshwright.emulation.layout import LabLayout, plan_layout, rank_shares
 from meshwright.emulation.namespaces import new_namespace, run_inside
 from meshwright.emulation.quotas import CpuGroups, find_cpu_groups, group_name, sweep
@@ -64,7 +66,11 @@ class Emulated:
 
 
 class Lab:
-    """A cluster that stands: the arguments that start a rank inside of it, and the clock of its changes."""
+    """A cluster that stands, and the clock of its changes.
+
+    ``arguments``: of Python, to start a module as a rank inside of it. ``enter``: a function that moves the process
+    that calls it there, with the rank as its argument; it can be pickled.
+    """
 
     def __init__(self, emulated: Emulated, namespaces: list[int], groups: CpuGroups, file: Path) -> None:
         self._emulated, self._namespaces, self._groups = emulated, namespaces, groups
@@ -72,6 +78,7 @@ class Lab:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.arguments = ("-m", "meshwright.emulation.enter", str(file))
+        self.enter = partial(enter, str(file))
 
     def start_clock(self) -> None:
         """Limit processor time from now on, and apply the later states at their moments. Further calls do nothing."""
@@ -91,9 +98,9 @@ class Lab:
             raise RunError(f"The emulated cluster could not be changed during the run: {self._error}")
 
     def _limit(self, cluster: Cluster) -> None:
-        shares = rank_shares(_used(cluster, self._emulated.devices), len(os.sched_getaffinity(0)))
-        for rank, share in enumerate(shares):
-            self._groups.limit(rank, share)
+        shares = rank_shares(cluster, num_cores_here())
+        for rank, device in enumerate(self._emulated.devices):
+            self._groups.limit(rank, shares[device])
 
     def _follow(self) -> None:
         before = 0.0
@@ -127,7 +134,7 @@ def check_emulation(emulated: Emulated) -> None:
             "Change bandwidths or speeds instead."
         )
     for cluster in clusters:
-        rank_shares(_used(cluster, emulated.devices), len(os.sched_getaffinity(0)))
+        rank_shares(cluster, num_cores_here())
     num_ranks, available = len(emulated.devices), find_memory(Host()).available_bytes
     if available is not None and num_ranks * _RANK_BYTES > available:
         raise ClusterError(
@@ -196,8 +203,9 @@ def _janitor(folder: Path) -> Iterator[None]:
             process.wait()
 
 
-def _used(cluster: Cluster, devices: tuple[int, ...]) -> Cluster:
-    return cluster.without(set(range(cluster.num_ranks)) - set(devices))
+def num_cores_here() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _shape(layout: LabLayout) -> tuple[object, ...]:

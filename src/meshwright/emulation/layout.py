@@ -180,13 +180,11 @@ def plan_layout(cluster: Cluster) -> LabLayout:
 def rank_shares(cluster: Cluster, num_cores: int) -> list[float]:
     """Return each rank's share of a core, so that all of them fit on 90 % of ``num_cores``.
 
-    A device with a ``slowdown`` gets that much less than the others; no rank gets more than a core. Raises ClusterError
-    if the shares are too small to compute anything.
+    A device with a ``slowdown`` gets that much less than `full_share`. Raises ClusterError if the shares are too small
+    to compute anything.
     """
-    speeds = [1.0 / cluster.device_kind(rank).slowdown for rank in range(cluster.num_ranks)]
-    fastest = max(speeds)
-    whole = min(1.0, _USABLE * num_cores * fastest / sum(speeds))
-    shares = [whole * speed / fastest for speed in speeds]
+    whole = full_share(cluster, num_cores)
+    shares = [whole / cluster.device_kind(rank).slowdown for rank in range(cluster.num_ranks)]
     if min(shares) < MIN_SHARE:
         raise ClusterError(
             f"Cluster {cluster.name!r} has {format_count(cluster.num_ranks, 'device')}; on the "
@@ -194,6 +192,11 @@ def rank_shares(cluster: Cluster, num_cores: int) -> list[float]:
             f"least {MIN_SHARE:.0%}: emulate fewer or more equal devices, or simulate this cluster instead."
         )
     return shares
+
+
+def full_share(cluster: Cluster, num_cores: int) -> float:
+    """Return the share of a core of a device without a ``slowdown``: at most one core, whatever the others get."""
+    return min(1.0, _USABLE * num_cores / cluster.num_ranks)
 
 
 # The rest is for the launcher, the kernel's queues and everything else on the machine.

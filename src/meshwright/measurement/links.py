@@ -159,21 +159,32 @@ def list_places(num_ranks: int) -> list[RankGroups]:
 def measure_links(
     *,
     num_ranks: int = 2,
+    num_nodes: int = 1,
     sizes: Sequence[int] = LINK_SIZES,
     budget_s: float = BUDGET_S,
     timeout_s: float = 300.0,
     events: EventSink | None = None,
+    prepare: Callable[[int], None] | None = None,
 ) -> Records:
     """Return measurement rows of every collective among ``num_ranks`` new processes on this machine.
 
     Each process uses one GPU if the machine has enough of them, else a CPU core. ``sizes``: bytes of the full tensor.
-    ``budget_s``: seconds for all collectives. Raises MeasurementError if a process fails or ``timeout_s`` passes.
+    ``budget_s``: seconds for all collectives. ``prepare`` moves a rank to its emulated node, of which there are
+    ``num_nodes`` (`run_ranks`); then no GPU is used. Raises MeasurementError if a process fails or ``timeout_s``
+    passes.
     """
-    device: Device = "cuda" if torch.cuda.device_count() >= num_ranks else "cpu"
+    device: Device = "cuda" if prepare is None and torch.cuda.device_count() >= num_ranks else "cpu"
     parts = run_ranks(
-        _measure_rank, tuple(sizes), budget_s, device, num_ranks=num_ranks, timeout_s=timeout_s, events=events
+        _measure_rank,
+        tuple(sizes),
+        budget_s,
+        device,
+        num_ranks=num_ranks,
+        timeout_s=timeout_s,
+        events=events,
+        prepare=prepare,
     )
-    return _records(parts, num_nodes=1, num_ranks=num_ranks, device=device)
+    return _records(parts, num_nodes=num_nodes, num_ranks=num_ranks, device=device)
 
 
 def measure_links_here(

@@ -62,11 +62,13 @@ def run_ranks(
     num_ranks: int,
     timeout_s: float,
     events: EventSink | None = None,
+    prepare: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Call ``function(context, *arguments)`` in ``num_ranks`` new processes and return a list of the results by rank.
 
-    Function, arguments and results must be picklable. Raises MeasurementError if a rank fails or dies, or if
-    ``timeout_s`` has passed.
+    ``prepare``: called with the rank at the start of its process, which then stays on no particular core. Functions,
+    arguments and results must be picklable. Raises MeasurementError if a rank fails or dies, or if ``timeout_s`` has
+    passed.
     """
     deadline = time.monotonic() + timeout_s
     sink = events or NullSink()
@@ -78,7 +80,7 @@ def run_ranks(
         with reaping(processes, _GRACE_S):
             for rank in range(num_ranks):
                 receiving, sending = spawn.Pipe(duplex=False)
-                place = (function, arguments, rank, num_ranks, meeting, timeout_s, sending)
+                place = (function, arguments, rank, num_ranks, meeting, timeout_s, sending, prepare)
                 process = spawn.Process(target=_run_rank, args=place, daemon=True)
                 process.start()
                 processes.append(process)
@@ -150,9 +152,14 @@ def _run_rank(
     meeting: str,
     timeout_s: float,
     pipe: Connection,
+    prepare: Callable[[int], None] | None,
 ) -> None:
     try:
-        _take_core(rank)
+        torch.set_num_threads(1)
+        if prepare is None:
+            _take_core(rank)
+        else:
+            prepare(rank)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{meeting}",
@@ -173,7 +180,6 @@ def _run_rank(
 
 
 def _take_core(rank: int) -> None:
-    torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})

@@ -1,22 +1,37 @@
-"""Measure this machine on CPUs: a model's ops, optimizers, transfers, and the runtime's overhead (`measure_here`)."""
+"""Measure this machine on CPUs: a model's ops, optimizers, transfers, and the runtime's overhead (`measure_here`).
+
+`measure_emulated` measures the same on a cluster that is emulated on this machine.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, flatten_batch, part
-from meshwright.measurement import OpSource, measure_machine
+from meshwright.cost.memory import backend_of
+from meshwright.emulation import Emulated, full_share, num_cores_here, open_lab
+from meshwright.measurement import OpSource, measure_links, measure_machine
+from meshwright.records import Records, concat_records, from_measurements
 from meshwright.runtime import measure_overhead
-from meshwright.spec import EventSink, Measurements, NullSink
+from meshwright.spec import Cluster, ClusterError, EventSink, Measurements, NullSink
 from meshwright.training.job import tile
 from meshwright.zoo import ModelSource, load_model
 
 Sizes = tuple[tuple[str, int], ...]
+
+# Emulated links are slow, and their ranks are stopped by quotas: fewer sizes than on a real network, and more time.
+# Without a limit the 21 collectives of four ranks at 100 Mbit/s take three times 0.7 s for 4 MiB, 45 s in all.
+_EMULATED_SIZES = (16, 2**12, 2**16, 2**19, 2**22)
+_EMULATED_S = 90.0
 
 
 def measure_here(
@@ -45,6 +60,68 @@ def measure_here(
         overhead_s=host_overhead(),
         events=events,
     )
+
+
+def measure_emulated(
+    reference: str | None,
+    microbatch_sizes: Sequence[int],
+    cluster: Cluster,
+    *,
+    sizes: Sizes = (),
+    repeats: int = 10,
+    events: EventSink | None = None,
+) -> Records:
+    """Measure a model on a cluster emulated on this host: its ops, the optimizers, and every collective.
+
+    The collectives are timed on the emulated links, by ranks under their quotas. The ops are timed without quotas, and
+    their times are divided by a device's share of a core: an op alone may fit into what a period allows, and would
+    show nothing of the quota. The other arguments are those of `measure_here`. Raises ClusterError for nodes of unequal
+    numbers of devices, for devices of several kinds and for GPUs, and the errors of `open_lab` and `measure_here`.
+    """
+    device = _only_kind(cluster)
+    emulated = Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks)))
+    with tempfile.TemporaryDirectory(prefix="meshwright-measure-") as scratch, open_lab(emulated, Path(scratch)) as lab:
+        lab.start_clock()
+        links = measure_links(
+            num_ranks=cluster.num_ranks,
+            num_nodes=len(cluster.nodes),
+            sizes=_EMULATED_SIZES,
+            budget_s=_EMULATED_S,
+            events=events,
+            prepare=lab.enter,
+        )
+    cores = num_cores_here()
+    table = measure_here(
+        reference,
+        microbatch_sizes,
+        sizes=sizes,
+        num_ranks=min(cores, cluster.num_ranks),
+        repeats=repeats,
+        events=events,
+    )
+    ops, share = from_measurements(replace(table, transfers=())), full_share(cluster, cores)
+    source = f"{table.conditions}; divided by {share:.3g}, the share of a core on emulated cluster {cluster.name}"
+    ops = replace(ops, seconds=ops.seconds / share, source=np.full(len(ops), source, object))
+    source = f"{links.source[0]}; emulated cluster {cluster.name}"
+    links = replace(links, source=np.full(len(links), source, object))
+    found = concat_records([ops, links])
+    return replace(found, device=np.full(len(found), device, object))
+
+
+def _only_kind(cluster: Cluster) -> str:
+    """Return the name of a cluster's device kind; raise ClusterError if a table cannot describe the cluster."""
+    kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(cluster.num_ranks)}
+    if len(kinds) > 1 or any(backend_of(kind) != "cpu" for kind in kinds.values()):
+        raise ClusterError(
+            f"Cluster {cluster.name!r} has devices {', '.join(sorted(kinds))}. Emulated devices are shares of this "
+            "machine's processors: expected one kind without float16, such as cpu; a slower device has a slowdown."
+        )
+    if len({node.num_devices for node in cluster.nodes}) > 1:
+        raise ClusterError(
+            f"The nodes of cluster {cluster.name!r} have unequal numbers of devices, which a table cannot describe. "
+            "Expected equal numbers: change the cluster, or plan without measured links."
+        )
+    return next(iter(kinds))
 
 
 def host_overhead() -> float:

@@ -86,7 +86,7 @@ def test_the_integer_program_finds_what_trying_all_choices_finds(program):
     estimated = [estimate(nodes, tensors, c) for c in itertools.product(*(range(len(n.seconds)) for n in nodes))]
     fitting = [seconds for seconds, num_bytes in estimated if limit is None or num_bytes <= limit]
     if not fitting:
-        with pytest.raises(NoFeasiblePlanError, match="memory is limited"):
+        with pytest.raises(NoFeasiblePlanError, match="memory does not suffice"):
             solve_choices(nodes, tensors, memory_limit_bytes=limit)
         return
     solution = solve_choices(nodes, tensors, memory_limit_bytes=limit)

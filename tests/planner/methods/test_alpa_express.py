@@ -72,7 +72,7 @@ def test_what_a_plan_cannot_say_is_named():
     two = place("llama-tiny", (2, 2), 1e-9, 1e-12, uses=("model", "model"))
     with pytest.raises(PlanError, match="Both axes"):
         express(two)
-    with pytest.raises(PlanError, match="A plan cannot express these placements: Tensor 'conv2d_5' lies as Shard"):
+    with pytest.raises(PlanError, match="A plan cannot express these placements: Tensor 'conv2d_5' has layout Shard"):
         express(place("vgg-tiny", (1, 4), 1e-7, 1e-10))
 
 

@@ -20,6 +20,7 @@ from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, chec
 from meshwright.cost.collectives.collective_groups import CollectiveGroup, place_group
 from meshwright.cost.collectives.datasheet import Tariff, bound_cost, datasheet_scale, quote_collective
 from meshwright.cost.collectives.shipped_fits import load_shipped
+from meshwright.cost.collectives.uneven_links import even_links
 from meshwright.cost.costs import Basis, Floats, Predictions
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class CollectiveCosts:
     ``dtype``: data type of the messages; used only if several types were measured. ``own``: the user's measured
     seconds; ``host``: the measured CPU seconds of a rank; None if not measured. ``changed``: the same cluster with
     other links, or None. With ``changed``, the seconds on ``cluster`` are multiplied by the ratio of the datasheet
-    costs on the two clusters.
+    costs on the two clusters. ``own`` holds for equal links between nodes; see `uneven_links`.
     """
 
     cluster: Cluster
@@ -70,12 +71,13 @@ class CollectiveCosts:
         check_messages(op, num_bytes)
         if algorithm is not None:
             return self._by_datasheet(op, tuple(ranks), num_bytes, concurrent, algorithm)
-        found = self._ask(self.own, op, tuple(ranks), num_bytes, concurrent)
+        found, usual = self._ask(self.own, op, tuple(ranks), num_bytes, concurrent), self._even
         if found is None and len(ranks) > 1:
-            found = self._ask_shipped(op, tuple(ranks), num_bytes, concurrent)
+            found, usual = self._ask_shipped(op, tuple(ranks), num_bytes, concurrent), self.cluster
         if found is None:
-            found = self._by_datasheet(op, tuple(ranks), num_bytes, concurrent)
-        return found if self.changed is None else self._on_changed(found, op, tuple(ranks), num_bytes, concurrent)
+            found, usual = self._by_datasheet(op, tuple(ranks), num_bytes, concurrent), self.cluster
+        actual = self.changed or self.cluster
+        return found if usual is actual else self._scaled(found, usual, actual, op, tuple(ranks), num_bytes, concurrent)
 
     def predict_host(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Groups = ()
@@ -135,15 +137,25 @@ class CollectiveCosts:
             return found if faster is None else _not_below(found, shipped.widen(faster))
         return self._not_below_inside(found, op, ranks, num_bytes)
 
-    def _on_changed(
-        self, found: Predictions, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
+    @property
+    def _even(self) -> Cluster:
+        return self._keep(("even",), lambda: even_links(self.cluster))
+
+    def _scaled(
+        self,
+        found: Predictions,
+        usual: Cluster,
+        actual: Cluster,
+        op: CollectiveOp,
+        ranks: tuple[int, ...],
+        num_bytes: Floats,
+        concurrent: Groups,
     ) -> Predictions:
-        """Return a prediction for the usual links, scaled to the changed ones."""
-        assert self.changed is not None
-        group, tariff = self._quote(self.cluster, op, ranks, concurrent)
+        """Return a prediction for the usual links, scaled to the actual ones."""
+        group, tariff = self._quote(usual, op, ranks, concurrent)
         usual_s = tariff.estimate(num_bytes)
-        changed_s = self._quote(self.changed, op, ranks, concurrent)[1].estimate(num_bytes)
-        factor = np.divide(changed_s, usual_s, out=np.ones_like(usual_s), where=usual_s > 0)
+        actual_s = self._quote(actual, op, ranks, concurrent)[1].estimate(num_bytes)
+        factor = np.divide(actual_s, usual_s, out=np.ones_like(usual_s), where=usual_s > 0)
         scaled = replace(
             found, seconds=found.seconds * factor, low_s=found.low_s * factor, high_s=found.high_s * factor
         )
@@ -170,7 +182,7 @@ class CollectiveCosts:
     ) -> tuple[CollectiveGroup, Tariff]:
         """Return the place of a group, and its datasheet tariff on a cluster that differs in links only."""
         group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
-        key = ("tariff", cluster is self.changed, op, ranks, concurrent, algorithm)
+        key = ("tariff", id(cluster), op, ranks, concurrent, algorithm)
         return group, self._keep(key, lambda: quote_collective(cluster, op, ranks, group, algorithm))
 
     def _keep(self, key: Hashable, compute: Callable[[], T]) -> T:
