@@ -311,5 +311,5 @@ def test_a_node_says_how_fast_its_host_is():
     stated = replace(node, host_call_s=calls.call_s)
     assert host_factor(node, "low") < host_factor(stated, "low") < 1
     assert 1 < host_factor(stated, "high") < host_factor(node, "high")
-    with pytest.raises(ClusterError, match=r"takes -1\.0 s to issue an op"):
+    with pytest.raises(ClusterError, match=r"host_call_s = -1\.0"):
         replace(node, host_call_s=-1.0)

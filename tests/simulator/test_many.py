@@ -67,7 +67,7 @@ def test_a_killed_process_is_told(plans, monkeypatch):
 def test_no_plans_and_no_processes():
     graph = chain_graph(2)
     assert simulate_plans([], graph, small_cluster()) == ()
-    with pytest.raises(ProgramError, match="0 processes"):
+    with pytest.raises(ProgramError, match="num_processes is 0"):
         simulate_plans([], graph, small_cluster(), num_processes=0)
 
 

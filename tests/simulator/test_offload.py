@@ -411,7 +411,7 @@ def test_updates_that_are_no_single_steps_are_refused(exchange, schedule, words)
 def test_whole_parameters_on_the_host_are_refused():
     plan = make_plan(chain_graph(3), [(0, 3)], [2], 4)
     away = Offload(optimizer="host", parameters="host")
-    with pytest.raises(PlanError, match="zero = 2; expected zero 3"):
+    with pytest.raises(PlanError, match="zero = 2; expected zero = 3"):
         replace(plan, exchange=GradientExchange(zero=2), offload=away)
 
 

@@ -285,7 +285,7 @@ def test_costs_are_paid_for_devices_nodes_and_the_time_that_is_lost():
         ),
         (
             (Price(per_hour=1.0), Price(per_hour=1.0, of="node", currency="EUR")),
-            r"effects.1. .price..currency: EUR, USD were given",
+            r"effects.1. .price..currency: prices in EUR, USD were given",
         ),
         ((LostDevice(devices=Devices("rank 4")),), r"effects.0. .lost-device..devices: 'rank 4' was selected"),
         ((Failures(mttf=Seconds(1)), Checkpoints(cost=Seconds(0))), "saving takes no time"),
