@@ -41,7 +41,7 @@ LAYOUTS = {
     "DDP": ("--stages", "1", "--zero", "0", "--tensor", "1"),
     "pipeline": ("--stages", "4", "--schedule", "1f1b", "--zero", "0", "--tensor", "1"),
     "ZeRO 3": ("--stages", "1", "--zero", "3", "--tensor", "1"),
-    "tensor": ("--stages", "1", "--zero", "0", "--tensor", "4"),
+    "tensor": ("--stages", "1", "--zero", "0", "--tensor", "2"),
 }
 NUM_STEPS, STEP_TARGET, COMMAND_S = "12", 0.10, 600
 

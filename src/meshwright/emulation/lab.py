@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 from meshwright.emulation import janitor
-from meshwright.emulation.enter import enter
 from meshwright.emulation.layout import LabLayout, plan_layout, rank_shares
 from meshwright.emulation.namespaces import new_namespace, run_inside
 from meshwright.emulation.quotas import CpuGroups, find_cpu_groups, group_name, sweep
@@ -78,7 +77,7 @@ class Lab:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.arguments = ("-m", "meshwright.emulation.enter", str(file))
-        self.enter = partial(enter, str(file))
+        self.enter = partial(_enter, str(file))
 
     def start_clock(self) -> None:
         """Limit processor time from now on, and apply the later states at their moments. Further calls do nothing."""
@@ -201,6 +200,13 @@ def _janitor(folder: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _enter(file: str, rank: int) -> None:
+    # Imported with this package, the module could not be run without a warning (runpy).
+    from meshwright.emulation.enter import enter
+
+    enter(file, rank)
 
 
 def num_cores_here() -> int:
