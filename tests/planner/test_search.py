@@ -444,7 +444,9 @@ def test_one_check_refuses_replicas_with_unequal_numbers_of_passes():
         num_microbatches=8,
         exchange=GradientExchange(zero=2),
     )
-    words = r"stage 0 compute 2 and 3 microbatches; .* ZeRO 2 gathers .*\. Choose a number of microbatches that 3 divides"
+    words = (
+        r"stage 0 compute 2 and 3 microbatches; .* ZeRO 2 gathers .*\. Choose a number of microbatches that 3 divides"
+    )
     for check in (lambda: check_plan(plan, graph), lambda: simulate_plan(plan, graph, cluster_of(3))):
         with pytest.raises(PlanError, match=words):
             check()

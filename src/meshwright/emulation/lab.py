@@ -204,7 +204,7 @@ def _janitor(folder: Path) -> Iterator[None]:
 
 def _enter(file: str, rank: int) -> None:
     # Imported with this package, the module could not be run without a warning (runpy).
-    from meshwright.emulation.enter import enter
+    from meshwright.emulation.enter import enter  # noqa: PLC0415
 
     enter(file, rank)
 

@@ -17,6 +17,7 @@ transport        point-to-point transfers and collectives; `stage_layouts` gives
 gradient_reduction  buckets of gradients
 prefetch         prefetched inputs
 devices          the devices of ranks: CUDA GPUs or CPUs
+controlled       runs controllers on real events
 replica_broadcast  broadcasts of initial weights, and of the buffers of replicas
 recorder         spans of all ranks on one clock
 """

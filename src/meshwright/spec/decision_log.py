@@ -14,14 +14,14 @@ the handle ``abandoned[j]``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.spec.control import Decision, Ended, Event, Issue, Rang, Started, Timer
+from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, Rang, Started, State, Timer
 from meshwright.spec.errors import DocumentError, ProgramError
 from meshwright.spec.instructions import STREAM_NAMES, Opcode, instruction_row
 from meshwright.spec.program import Section
@@ -151,6 +151,31 @@ class DecisionLog:
             abandon=tuple(self.abandoned[self.abandon_decision == index].tolist()),
         )
 
+    def event(self, index: int) -> Event:
+        """Return event number ``index`` as an object.
+
+        Raises ProgramError for the end of an instruction of the program's body, which the log does not contain.
+        """
+        next_handle, number = self.num_instructions + int(self.issue_offsets[index]), int(self.event_number[index])
+        kind = EVENTS[self.event_kind[index]]
+        if kind is Started:
+            return Started(next_handle=next_handle)
+        if kind is Rang:
+            return Rang(next_handle=next_handle, number=number)
+        row = number - self.num_instructions
+        if row < 0:
+            raise ProgramError(
+                f"Event {index} of the log is the end of instruction {number} of the program's body, which a log does "
+                "not contain. Simulate the program with this log instead."
+            )
+        instruction = self.issued.instruction(row)
+        return Ended(next_handle=next_handle, handle=number, rank=int(self.rank[row]), instruction=instruction)
+
+    def decisions(self) -> Iterator[tuple[Event, int, Decision]]:
+        """Yield (event, its moment in ps, decision), in order. Raises as `event`."""
+        for index in range(self.num_decisions):
+            yield self.event(index), int(self.now_ps[index]), self.decision(index)
+
     def _issue(self, row: int) -> Issue:
         group, handle = int(self.issued.group[row]), self.num_instructions + row
         place = np.searchsorted(self.issued.join_instruction, row)
@@ -218,6 +243,22 @@ def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Even
 def event_number(event: Event) -> int:
     """Return the ``event_number`` of an event: the handle that ended, the number of the timer, or 0 for the start."""
     return event.handle if isinstance(event, Ended) else event.number if isinstance(event, Rang) else 0
+
+
+def repeat_decisions(controller: Controller[State], log: DecisionLog) -> State:
+    """Give a controller the events of a log; return its last state.
+
+    Raises ProgramError if it decides otherwise than the log says, or as `DecisionLog.event`.
+    """
+    state = controller.initial
+    for index, (event, now_ps, logged) in enumerate(log.decisions()):
+        state, decision = controller.decide(state, event, now_ps)
+        if decision != logged:
+            raise ProgramError(
+                f"The controller's decision {index} differs from the log: after {event}, the log has {logged}, the "
+                f"controller decided {decision}. Give the controller and the settings of the run."
+            )
+    return state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,13 +120,13 @@ class BackupWorkers(Backups):
 class Race:
     """State of `StoppedBackups`: the current version of the weights and the gradients counted so far.
 
-    ``num_arrived``: gradients of this version that have arrived. ``computing``: (worker, handle of its forward, handle
-    of its backward) of each worker that computes. Over all versions, ``applied`` gradients came in time, ``dropped``
-    ones came too late, and ``abandoned`` ones were never finished.
+    ``received``: handles of the receives of this version's gradients. ``computing``: (worker, handle of its forward,
+    handle of its backward) of each worker that computes. Over all versions, ``applied`` gradients came in time,
+    ``dropped`` ones came too late, and ``abandoned`` ones were never finished.
     """
 
     version: int = 0
-    num_arrived: int = 0
+    received: tuple[int, ...] = ()
     computing: tuple[tuple[int, int, int], ...] = ()
     applied: int = 0
     dropped: int = 0
@@ -156,7 +156,7 @@ class StoppedBackups(Backups):
             case Ended(instruction=Send() as send, rank=worker):
                 return self._arrive(state, worker, send, event.next_handle)
             case Ended(instruction=OptimizerStep()):
-                following = replace(state, version=state.version + 1, num_arrived=0)
+                following = replace(state, version=state.version + 1, received=())
                 return self._begin(following, event.next_handle)
             case _:
                 return state, NOTHING
@@ -164,13 +164,13 @@ class StoppedBackups(Backups):
     def _arrive(self, state: Race, worker: int, send: Send, first: int) -> tuple[Race, Decision]:
         """Receive a gradient at the server, and issue the update when it has enough."""
         need, received = self.num_workers - self.num_backups, arrival(self.num_workers, worker, send)
-        if send.microbatch // self.num_workers < state.version or state.num_arrived == need:
+        if send.microbatch // self.num_workers < state.version or len(state.received) == need:
             return replace(state, dropped=state.dropped + 1), Decision(issues=(received,))
-        taken = replace(state, num_arrived=state.num_arrived + 1, applied=state.applied + 1)
-        if taken.num_arrived < need:
+        taken = replace(state, received=(*state.received, first), applied=state.applied + 1)
+        if len(taken.received) < need:
             return taken, Decision(issues=(received,))
         update = OptimizerStep(stage=SERVER, version=state.version)
-        issue = Issue(rank=self.num_workers, stream="compute", instruction=update, waits=(first,), watched=True)
+        issue = Issue(rank=self.num_workers, stream="compute", instruction=update, waits=taken.received, watched=True)
         return taken, Decision(issues=(received, issue))
 
     def _begin(self, state: Race, first: int) -> tuple[Race, Decision]:
