@@ -5,9 +5,9 @@ A controller is a pure function of its state, the last event and the time:
     decide(state, event, now) = (state', decision)
 
 The simulator calls it when an event occurs on the virtual clock, and appends the instructions of the decision to the
-streams of their ranks. The runtime calls it on the events of real ranks (`meshwright.runtime.controlled`). A **handle** is the number of an instruction: the row
-number, 0 to n - 1, for the n instructions of the program's body, and n, n + 1, ... for issued instructions in the order
-of issue. Marks of the body are numbered -1, -2, ...
+streams of their ranks. The runtime calls it on the events of real ranks (`meshwright.runtime.controlled`). A **handle**
+is the number of an instruction: the row number, 0 to n - 1, for the n instructions of the program's body, and n, n + 1,
+... for issued instructions in the order of issue. Marks of the body are numbered -1, -2, ...
 
 The order of events is fixed: the start is first, then events are ordered by time. At equal times, ends of instructions
 come before timers; ends are in the order of handles, timers in the order in which they were set. At each time,

@@ -125,7 +125,7 @@ class _RankStreams:
 
     def join(self) -> None:
         """Follow the deciding rank until the end. Raises RunError if the run failed."""
-        # An idle rank is no fault: the deciding rank watches the time.
+        # An idle rank may wait for ever: the deciding rank watches the time.
         self._control.set_timeout(_FOREVER)
         while True:
             try:
