@@ -6,8 +6,9 @@ hardware or rights (a GPU, root) are skipped everywhere.
 
 `make test` shares the tests out among processes (pytest-xdist): those of one file stay together, since they share what
 its fixtures make, and so do its long ones, which come behind those of all files; only pages of the documentation and
-dry runs on an accelerator go one by one. Files that start processes of their own take longest and come first, so that
-short ones are left for the end. What they start are forks of one process (`tests.warm`).
+dry runs on an accelerator go one by one. Pages come first. Files that start processes of their own take longest: they
+come before the other ones, so that short ones are left for the end, and with their long tests behind those of others,
+so that time that runs out leaves out few. What they start are forks of one process (`tests.warm`).
 
 The time of CI is limited, and its machines differ in speed by a factor of four. Long tests that have not begun by
 ``TESTS_UNTIL``, in seconds since the epoch (set by `.ci/run`), are skipped; the summary says how many.
@@ -128,7 +129,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if begun[test] > (1 if item.get_closest_marker("matrix") else 2):
                 item.add_marker("long")
     slow = {item.path for item in items if item.get_closest_marker("distributed") or item.nodeid.startswith(APART)}
-    items.sort(key=lambda item: (item.get_closest_marker("long") is not None, item.path not in slow))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        is_long, is_page = item.get_closest_marker("long") is not None, item.nodeid.startswith(APART[0])
+        return is_long, not is_page, (item.path in slow) == is_long
+
+    items.sort(key=place)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
