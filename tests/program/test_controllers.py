@@ -255,6 +255,30 @@ def test_partial_reduce_does_what_a_closed_simulation_does(seed, num_workers, da
         assert [result.timeline.tracks[stream_of[k]].rank for k in own] == [result.timeline.tracks[stream_of[i]].rank]
 
 
+def test_groups_connect_workers_that_would_never_meet():
+    """Two fast workers and two slow ones, each pair of equal speed; a bridge waits for a slow worker."""
+    count, bridge_after = 24, 3
+    backwards = [UNIT * (1 if worker < 2 else 4) + worker for _ in range(count) for worker in range(4)]
+
+    def groups(**facts):
+        policy = PartialReduce(num_workers=4, group_size=2, num_iterations=count, **facts)
+        log = run(policy, backwards)[0].log
+        found = [
+            tuple(sorted({issue.group for issue in decision.issues if issue.group}))
+            for _, _, decision in log.decisions()
+        ]
+        return [group for each in found for group in each]
+
+    assert set(groups()) == {(0, 1), (2, 3)}
+    met = groups(bridge_after=bridge_after)
+    assert sorted(worker for group in met for worker in group) == sorted(list(range(4)) * count)
+    # While fast workers have iterations: three groups, one that may connect the slow workers, then one across.
+    bridges = [place for place, group in enumerate(met) if set(group) not in ({0, 1}, {2, 3})]
+    assert bridges[0] <= bridge_after + 1
+    last = max(place for place, group in enumerate(met) if group[0] < 2 and group[1] >= 2)
+    assert max(np.diff(bridges[: bridges.index(last) + 1])) <= bridge_after + 2
+
+
 @pytest.mark.long
 def test_rates_are_those_of_the_simulations_that_were_published_before():
     """16 workers, spread 0.1, one in twenty three times as slow (research notes, 4.6, other draws).
@@ -315,6 +339,11 @@ def test_backup_workers_are_worth_most_between_two_and_four():
             r"num_servers is 0; .*, 1 or more\.",
         ),
         (PartialReduce, {"num_workers": 4, "group_size": 5, "num_iterations": 1}, r"group_size is 5; .*, 1 to 4\."),
+        (
+            PartialReduce,
+            {"num_workers": 4, "group_size": 1, "num_iterations": 1, "bridge_after": 3},
+            r"group_size is 1; .*, 2 to 4\.",
+        ),
         (
             PartialReduce,
             {"num_workers": 4, "group_size": 1.5, "num_iterations": 1},

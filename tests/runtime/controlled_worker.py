@@ -86,7 +86,7 @@ CASES = {
     "backup": BackupWorkers(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "stopped": StoppedBackups(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "delay": BoundedDelay(max_delay=1, num_clocks=VERSIONS, **COUNTS),
-    "partial": PartialReduce(group_size=2, num_iterations=VERSIONS, **COUNTS),
+    "partial": PartialReduce(group_size=2, num_iterations=VERSIONS, bridge_after=2, **COUNTS),
     "silent": Silent(),
     "twice": Twice(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "wrong bytes": BackupWorkers(num_workers=3, num_backups=1, num_versions=2, num_bytes=8),

@@ -2,9 +2,13 @@
 
 A worker is ready when its backward has ended. The first P ready workers form a group: they sum their gradients, update,
 and begin their next iteration. If fewer than P workers have iterations left, all of them form the group. One decision
-is made for all members, so all ranks have their sums in the same order. Two parts of the method are not covered:
-weights of gradients by staleness, and groups that connect workers which would otherwise never meet. Source: Miao et
-al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021), section 3.
+is made for all members, so all ranks have their sums in the same order.
+
+Workers of similar speed may meet only each other, so that their models drift apart. Groups connect their members. If
+the workers are not all connected after ``bridge_after`` groups, the next group has to connect two parts: its ready
+workers wait for one of another part. When all workers are connected, the count begins anew. Not covered are weights of
+gradients by staleness. Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial
+Reduce" (SIGMOD 2021), section 3.
 """
 
 from __future__ import annotations
@@ -22,25 +26,35 @@ class Ready:
     """State of `PartialReduce`.
 
     ``left``: for each worker, the iterations whose gradients are not yet averaged. ``ready``: (worker, handle of its
-    backward) of each worker that waits for a group, in order of readiness.
+    backward) of each worker that waits for a group, in order of readiness. ``part``: for each worker, the lowest worker
+    with which the last ``num_groups`` groups connect it.
     """
 
     left: tuple[int, ...]
+    part: tuple[int, ...]
+    num_groups: int = 0
     ready: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the groups connect all workers that have iterations left."""
+        return len({part for part, left in zip(self.part, self.left, strict=True) if left}) <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialReduce:
     """Controller of partial reduce, for ``num_iterations`` iterations of each worker.
 
-    Ranks 0 to ``num_workers`` - 1 compute; the first ``group_size`` ready workers form a group. ``num_bytes``: bytes
-    of all gradients of a worker together. Raises ProgramError for a number outside its bounds.
+    Ranks 0 to ``num_workers`` - 1 compute; the first ``group_size`` ready workers form a group. ``bridge_after``: the
+    number of groups after which parts of the workers are connected by force (see the module); None for never.
+    ``num_bytes``: bytes of all gradients of a worker together. Raises ProgramError for a number outside its bounds.
     """
 
     num_workers: int
     group_size: int
     num_iterations: int
     num_bytes: int = 0
+    bridge_after: int | None = None
 
     def __post_init__(self) -> None:
         check_counts(
@@ -49,6 +63,9 @@ class PartialReduce:
             num_iterations=(1, self.num_iterations, None),
             num_bytes=(0, self.num_bytes, None),
         )
+        if self.bridge_after is not None:
+            check_counts(bridge_after=(1, self.bridge_after, None))
+            check_counts(group_size=(2, self.group_size, self.num_workers))  # a group of one connects nothing
 
     @property
     def num_ranks(self) -> int:
@@ -58,7 +75,7 @@ class PartialReduce:
     @property
     def initial(self) -> Ready:
         """The state before any worker has begun."""
-        return Ready(left=(self.num_iterations,) * self.num_workers)
+        return Ready(left=(self.num_iterations,) * self.num_workers, part=tuple(range(self.num_workers)))
 
     def decide(self, state: Ready, event: Event, now_ps: int) -> tuple[Ready, Decision]:  # noqa: ARG002
         """Return the next state and the instructions to issue after the start or after a worker's backward."""
@@ -67,18 +84,31 @@ class PartialReduce:
                 every = [self._compute(state, worker) for worker in range(self.num_workers)]
                 return state, Decision(issues=tuple(chain.from_iterable(every)))
             case Ended(rank=worker, handle=backward):
-                ready = (*state.ready, (worker, backward))
-                if len(ready) < min(self.group_size, sum(left > 0 for left in state.left)):
-                    return replace(state, ready=ready), NOTHING
-                members = {member for member, _ in ready}
-                left = tuple(count - (worker in members) for worker, count in enumerate(state.left))
-                following = Ready(left=left)
-                return following, self._reduce(following, dict(sorted(ready)), event.next_handle)
+                following, issues = replace(state, ready=(*state.ready, (worker, backward))), list[Issue]()
+                while group := self._choose(following):
+                    following = _formed(following, group)
+                    issues += self._reduce(following, group, event.next_handle + len(issues))
+                return following, Decision(issues=tuple(issues)) if issues else NOTHING
             case _:
                 return state, NOTHING
 
-    def _reduce(self, state: Ready, backwards: dict[int, int], first: int) -> Decision:
-        """Issue the sum, updates and next iterations of the members, each after its own sum."""
+    def _choose(self, state: Ready) -> dict[int, int]:
+        """Return the next group, workers ascending with the handles of their backwards; empty if it has to wait."""
+        size = min(self.group_size, sum(left > 0 for left in state.left))
+        if not size or len(state.ready) < size:
+            return {}
+        group = state.ready[:size]
+        is_due = self.bridge_after is not None and state.num_groups >= self.bridge_after and not state.is_connected
+        if is_due and len({state.part[worker] for worker, _ in group}) == 1:
+            own = state.part[group[0][0]]
+            others = [item for item in state.ready[size:] if state.part[item[0]] != own]
+            if not others:
+                return {}
+            group = (*group[:-1], others[0])
+        return dict(sorted(group))
+
+    def _reduce(self, state: Ready, backwards: dict[int, int], first: int) -> list[Issue]:
+        """Return the sum, updates and next iterations of the members, each after its own sum."""
         reduction = AllReduce(stage=WORKER, bucket=0, num_bytes=self.num_bytes)
         group = tuple(backwards)
         issues = [
@@ -90,7 +120,7 @@ class PartialReduce:
             update = OptimizerStep(stage=WORKER, version=done - 1)
             issues.append(Issue(rank=worker, stream="compute", instruction=update, waits=(first + place,)))
             issues += self._compute(state, worker)
-        return Decision(issues=tuple(issues))
+        return issues
 
     def _compute(self, state: Ready, worker: int) -> list[Issue]:
         """Return the next iteration of a worker; empty if none is left."""
@@ -98,3 +128,13 @@ class PartialReduce:
         if not state.left[worker]:
             return []
         return computation(worker, done * self.num_workers + worker, done, waits=(), watched=True)
+
+
+def _formed(state: Ready, group: dict[int, int]) -> Ready:
+    """Return the state after a group: its members have an iteration less, and are connected."""
+    left = tuple(count - (worker in group) for worker, count in enumerate(state.left))
+    parts = {state.part[worker] for worker in group}
+    part = tuple(min(parts) if own in parts else own for own in state.part)
+    ready = tuple(item for item in state.ready if item[0] not in group)
+    found = Ready(left=left, part=part, num_groups=state.num_groups + 1, ready=ready)
+    return replace(found, part=tuple(range(len(left))), num_groups=0) if found.is_connected else found

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from meshwright.runtime.controlled.streams import Abandoned, Work
+from meshwright.runtime.controlled.streams import Abandoned, Dispatched
 from meshwright.spec import AllReduce, Backward, Forward, OptimizerStep, ProgramError, Send
 
 
@@ -37,7 +37,7 @@ class Replica:
         self._reduced: torch.Tensor | None = None
         # The parameters that a server sends are those of one version.
         self._lock = threading.Lock()
-        self._work: Work | None = None
+        self._work: Dispatched | None = None
         for submodule in module.modules():
             submodule.register_forward_pre_hook(lambda *_: self._check())
         for parameter in self._parameters:
@@ -48,7 +48,7 @@ class Replica:
         """Bytes of all parameters that are trained."""
         return 4 * sum(parameter.numel() for parameter in self._parameters)
 
-    def compute(self, work: Work) -> None:
+    def compute(self, work: Dispatched) -> None:
         """Execute a forward, a backward or an update."""
         self._work = work
         match work.instruction:

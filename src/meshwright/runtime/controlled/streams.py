@@ -41,11 +41,11 @@ _FOREVER = timedelta(days=365)
 
 
 class Abandoned(Exception):  # noqa: N818 - not an error: it ends a computation whose result is not wanted
-    """Raised by `Work.check` in an abandoned computation."""
+    """Raised by `Dispatched.check` in an abandoned computation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Dispatched:
     """A computation to execute.
 
     ``arrived``: (stage of the sender, data) of the messages for which it waited, in the order of their arrival.
@@ -65,7 +65,7 @@ class Work:
 class Actor(Protocol):
     """What a rank computes, sends and sums. Each stream calls its methods in a thread of its own."""
 
-    def compute(self, work: Work) -> None:
+    def compute(self, work: Dispatched) -> None:
         """Execute a computation."""
         ...
 
@@ -176,7 +176,7 @@ class _RankStreams:
                 self._actor.summed(instruction, total, len(ranks))
             case _ if name == "compute":
                 self._take(command["dropped"])
-                work = Work(instruction, self._take(command["sends"]), lambda: handle not in self._abandoned)
+                work = Dispatched(instruction, self._take(command["sends"]), lambda: handle not in self._abandoned)
                 with contextlib.suppress(Abandoned):
                     self._actor.compute(work)
             case _:
