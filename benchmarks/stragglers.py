@@ -5,21 +5,54 @@ take no time. Rates are gradients per worker and unit of time until the first wo
 backup workers are of gradients that count, over a synchronous step. "One slow": one of the workers always takes twice
 as long. The experiment's figures are means of some hundred iterations: those of the one slow worker know the mean of
 its draws by some 2 % only.
+
+`simulated` compares the simulator with the experiment. `real` runs the same policies on 8 real workers, whose backwards
+sleep for what was drawn, and compares rates of gradients that count with the simulator's for the same draws; their
+order; and the decisions of the policy on the logged events with the log.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
 import sys
+import tempfile
+import time
+from itertools import combinations
+from pathlib import Path
 
 import numpy as np
-from harness import make_row, parse_options, publish
+import torch
+from harness import Row, make_row, publish_sections
+from torch.distributed import TCPStore
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce, StoppedBackups
+from meshwright.runtime.controlled import Dispatched, run_controlled
 from meshwright.simulator import bare_costs, simulate_controlled
-from meshwright.spec import Backward, Opcode
+from meshwright.spec import AllReduce, Backward, Opcode, ProgramError, Send, read_document, write_document
+from meshwright.spec.decision_log import DecisionLog, repeat_decisions
 
 WORKERS, TARGET = 16, 0.02
+# Real workers sleep, in parts, so that they can be stopped.
+REAL_WORKERS, UNIT_S, PART_S, REAL_TARGET = 8, 0.2, 0.01, 0.10
+TIMEOUT_S = 300
+# The part of a run's decisions that is not counted.
+WARM = 0.25
+# Rates that the simulator has closer together than this may change their order.
+NEAR = 0.05
+REAL = {
+    "synchronous": (BackupWorkers, {"num_backups": 0}),
+    "1 backup": (BackupWorkers, {"num_backups": 1}),
+    "2 backups": (BackupWorkers, {"num_backups": 2}),
+    "1 stopped backup": (StoppedBackups, {"num_backups": 1}),
+    "2 stopped backups": (StoppedBackups, {"num_backups": 2}),
+    "bounded delay of 1": (BoundedDelay, {"max_delay": 1}),
+    "bounded delay of 4": (BoundedDelay, {"max_delay": 4}),
+    "partial reduce of 2": (PartialReduce, {"group_size": 2}),
+    "partial reduce of 4": (PartialReduce, {"group_size": 4}),
+    "partial reduce of 2, bridged": (PartialReduce, {"group_size": 2, "bridge_after": 14}),
+}
 RATES = {
     "bounded delay of 1": (BoundedDelay, {"max_delay": 1}, 0.666),
     "bounded delay of 2": (BoundedDelay, {"max_delay": 2}, 0.773),
@@ -37,11 +70,21 @@ SLOW = {
 }
 
 
+def draw(count: int, workers: int) -> np.ndarray:
+    """Durations of backwards by iteration and worker, shape (count, workers)."""
+    random = np.random.default_rng(0)
+    return random.lognormal(0, 0.1, (count, workers)) * np.where(random.random((count, workers)) < 0.05, 3, 1)
+
+
 def simulate(policy, count: int, slow: float = 1.0):
     """The timeline of a policy under the same draws, in seconds."""
-    random = np.random.default_rng(0)
-    draws = random.lognormal(0, 0.1, (count, WORKERS)) * np.where(random.random((count, WORKERS)) < 0.05, 3, 1)
+    draws = draw(count, WORKERS)
     draws[:, 0] *= slow
+    return simulate_run(policy, draws).timeline
+
+
+def simulate_run(policy, draws: np.ndarray):
+    """The run of a policy whose microbatches take what was drawn, in seconds."""
     program = ProgramBuilder(policy.num_ranks).build(schedule="stragglers", plan_hash="")
     costs = bare_costs(program, [0, *np.rint(draws.reshape(-1) * 1e12).astype(np.int64)])
 
@@ -49,7 +92,7 @@ def simulate(policy, count: int, slow: float = 1.0):
         is_backward = isinstance(issue.instruction, Backward)
         return (1 + issue.instruction.microbatch if is_backward else 0), -1
 
-    return simulate_controlled(program, costs, policy, estimate).timeline
+    return simulate_controlled(program, costs, policy, estimate)
 
 
 def rate(policy, facts, count: int, slow: float = 1.0) -> float:
@@ -67,10 +110,9 @@ def compare(name: str, ours: float, published: float):
     return make_row(f"{name}: {ours:.4g}", abs(ours / published - 1), "of it", baseline=published, target=TARGET)
 
 
-def main() -> int:
-    """Simulate everything; 1 if a target was missed."""
-    options = parse_options(__doc__)
-    count = 200 if options.quick else 1500
+def simulated(quick: bool) -> list[Row]:
+    """The simulator beside the experiment."""
+    count = 200 if quick else 1500
     synchronous = (
         simulate(BackupWorkers(num_workers=WORKERS, num_backups=0, num_versions=count), count).duration_s / count
     )
@@ -88,7 +130,112 @@ def main() -> int:
         compare(f"one slow, {name}", rate(policy, facts, count, 2.0), published)
         for name, (policy, facts, published) in SLOW.items()
     ]
-    return publish("stragglers", rows, options, __doc__)
+    return rows
+
+
+class Sleeper:
+    """A worker whose backwards sleep for what was drawn, and a server that does nothing."""
+
+    def __init__(self, draws: np.ndarray) -> None:
+        self._durations_s = (draws * UNIT_S).reshape(-1)
+
+    def compute(self, work: Dispatched) -> None:
+        """Sleep until the end of a backward, unless it is abandoned."""
+        if not isinstance(work.instruction, Backward):
+            return
+        end = time.perf_counter() + self._durations_s[work.instruction.microbatch]
+        while (left := end - time.perf_counter()) > 0:
+            work.check()
+            time.sleep(min(left, PART_S))
+
+    def outgoing(self, send: Send) -> torch.Tensor:
+        """Return what stands for parameters or a gradient."""
+        return torch.zeros(send.num_bytes // 4)
+
+    def summand(self, instruction: AllReduce) -> torch.Tensor:
+        """Return what stands for a gradient."""
+        return torch.zeros(instruction.num_bytes // 4)
+
+    def summed(self, instruction: AllReduce, total: torch.Tensor, num_ranks: int) -> None:
+        """Do nothing with a sum."""
+
+
+def run_rank(rank: int, policy, draws: np.ndarray, port: int, folder: str) -> None:
+    """Be a rank of a real run; rank 0 writes the log, and keeps the store until all have ended."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    found = run_controlled(
+        policy, Sleeper(draws), rank=rank, num_ranks=policy.num_ranks, store=store, timeout_s=TIMEOUT_S
+    )
+    if found is not None:
+        write_document(found.log, Path(folder) / "log.json")
+    store.add("ended", 1)
+    while rank == 0 and store.add("ended", 0) < policy.num_ranks:
+        time.sleep(PART_S)
+
+
+def run_policy(policy, draws: np.ndarray) -> DecisionLog:
+    """The log of a real run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fork = multiprocessing.get_context("fork")  # torch is loaded, and has started no thread
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            fork.Process(target=run_rank, args=(rank, policy, draws, port, folder), daemon=True)
+            for rank in range(policy.num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+        return read_document(DecisionLog, Path(folder) / "log.json")
+
+
+def counted_rate(log: DecisionLog, gradients: int) -> float:
+    """Gradients that count per worker and second, in the later decisions: the first iterations open connections."""
+    begun = int(log.num_decisions * WARM)
+    seconds = (int(log.now_ps[-1]) - int(log.now_ps[begun])) / 1e12
+    return gradients * (1 - begun / log.num_decisions) / REAL_WORKERS / seconds
+
+
+def repeats(policy, log: DecisionLog) -> bool:
+    """Whether the policy decides on the events of a log as it did."""
+    try:
+        repeat_decisions(policy, log)
+    except ProgramError:
+        return False
+    return True
+
+
+def real(quick: bool) -> list[Row]:
+    """Real workers beside the simulator."""
+    count = 8 if quick else 60
+    draws, rows, rates, repeated = draw(count, REAL_WORKERS), list[Row](), dict[str, tuple[float, float]](), 0
+    for name, (kind, facts) in REAL.items():
+        named = {"BoundedDelay": "num_clocks", "PartialReduce": "num_iterations"}.get(kind.__name__, "num_versions")
+        policy = kind(num_workers=REAL_WORKERS, num_bytes=4096, **facts, **{named: count})
+        log, gradients = run_policy(policy, draws), (REAL_WORKERS - facts.get("num_backups", 0)) * count
+        predicted = counted_rate(simulate_run(policy, draws).log, gradients)
+        rates[name] = predicted, counted_rate(log, gradients) * UNIT_S
+        repeated += repeats(policy, log)
+        off = rates[name][1] / predicted - 1
+        rows.append(make_row(f"{name}: {rates[name][1]:.3f}", abs(off), "off", baseline=predicted, target=REAL_TARGET))
+    swapped = [
+        pair
+        for pair in combinations(rates.values(), 2)
+        if abs(pair[0][0] / pair[1][0] - 1) > NEAR and (pair[0][0] > pair[1][0]) != (pair[0][1] > pair[1][1])
+    ]
+    rows.append(make_row("pairs in another order", len(swapped), "", target=0))
+    rows.append(make_row(f"logs of {len(REAL)} with other decisions", len(REAL) - repeated, "", target=0))
+    return rows
+
+
+def main() -> int:
+    """Run the sections; 1 if a target was missed."""
+    return publish_sections("stragglers", __doc__ or "", {"simulated": simulated, "real": real})
 
 
 if __name__ == "__main__":

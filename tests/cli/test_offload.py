@@ -120,7 +120,7 @@ def test_hosts_without_room_are_named(run, described):
         (["--cluster", "2xA100", "--offload", "optimizer=nvme"], "node 'node0' of cluster '2xA100' has no drives"),
         (["--cluster", "2xL40S", "--offload", "optimizer=host"], "Write host_memory_bandwidth_bytes_per_s = 400e9"),
         (["--cluster", "2xA100", "--offload", "weights=host"], "expected WHAT=WHERE"),
-        (["--cluster", "2xA100", "--zero", "1", "--offload", "optimizer=host,parameters=host"], "expected zero 3"),
+        (["--cluster", "2xA100", "--zero", "1", "--offload", "optimizer=host,parameters=host"], "expected zero = 3"),
         (["--cluster", "2xA100", "--offload", "optimizer=host", "--schedule", "pipedream"], "asynchronous schedule"),
         (["--cluster", "2xA100", "--offload", "optimizer=host", "--method", "place"], "--offload"),
     ],

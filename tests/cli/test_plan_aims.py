@@ -31,7 +31,7 @@ def test_inference_under_a_latency(run):
     _, out, errors = run("simulate", "plan.json", "--json", code=0)
     _, _, errors = run(*asked, "0.0001", code=1)
     assert "takes" in errors
-    assert "allow more time" in errors
+    assert "allow a longer --max-latency" in errors
 
 
 @pytest.mark.long
