@@ -313,7 +313,7 @@ def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
         (("--sweep", "devices=1,2", "--against", "eager"), "Leave --against out"),
         (("--sweep", "device=1,2"), "did you mean 'devices'"),
         (("--sweep", "devices"), "has no name or no values"),
-        (("--policy", "shepherd:factor=50"), "expected more than 100"),
+        (("--policy", "shepherd:factor=50"), "expected a factor of more than 100"),
         (("--place", "simulatd"), "did you mean 'simulated'?"),
         (("--place", "best", "--against", "eager"), "Leave --sweep, --against and --goodput out"),
         (("--place", "best", "--goodput"), "Leave --sweep, --against and --goodput out"),
