@@ -7,8 +7,8 @@ hardware or rights (a GPU, root) are skipped everywhere.
 `make test` shares the tests out among processes (pytest-xdist): those of one file stay together, since they share what
 its fixtures make, and so do its long ones, which come behind those of all files; only pages of the documentation and
 dry runs on an accelerator go one by one. Pages come first. Files that start processes of their own take longest: they
-come before the other ones, so that short ones are left for the end, and with their long tests behind those of others,
-so that time that runs out leaves out few. What they start are forks of one process (`tests.warm`).
+come before the other ones, so that short ones are left for the end; but their long tests run last, so that few tests
+are lost if time runs out. What they start are forks of one process (`tests.warm`).
 
 The time of CI is limited, and its machines differ in speed by a factor of four. Long tests that have not begun by
 ``TESTS_UNTIL``, in seconds since the epoch (set by `.ci/run`), are skipped; the summary says how many.
@@ -46,8 +46,9 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, deran
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-# The file whose tests are long and share nothing.
-APART = ("tests/docs/test_docs.py", "tests/runtime/test_accelerator.py")
+# The files whose tests are long and share nothing.
+PAGES = "tests/docs/test_docs.py"
+APART = (PAGES, "tests/runtime/test_accelerator.py")
 
 # marker -> groups of programs; of each group one must be there
 PROGRAMS = {
@@ -131,7 +132,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("distributed") or item.nodeid.startswith(APART)}
 
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:
-        is_long, is_page = item.get_closest_marker("long") is not None, item.nodeid.startswith(APART[0])
+        is_long, is_page = item.get_closest_marker("long") is not None, item.nodeid.startswith(PAGES)
         return is_long, not is_page, (item.path in slow) == is_long
 
     items.sort(key=place)

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +14,11 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce, StoppedBackups
+from meshwright.program.controllers.iterations import SERVER
 from meshwright.runtime.controlled import Replica, run_controlled
 from meshwright.spec import MeshwrightError, write_document
-from meshwright.spec.control import NOTHING
-from meshwright.spec.instructions import OptimizerStep
+from meshwright.spec.control import NOTHING, Decision, Issue, Rang, Started, Timer
+from meshwright.spec.instructions import Forward, OptimizerStep
 from tests.processes import fork_ranks
 
 RATE, LATE_S, VERSIONS = 0.1, 0.15, 8
@@ -71,14 +75,32 @@ class Twice(BackupWorkers):
 
 
 class Stuck(BackupWorkers):
-    """Waits for more gradients than the workers send."""
+    """Waits for the gradients of all versions before the first update, which has to come first."""
 
     def decide(self, state, event, now_ps):
         following, decision = super().decide(state, event, now_ps)
-        needless = [issue for issue in decision.issues if not isinstance(issue.instruction, OptimizerStep)]
-        if len(needless) < len(decision.issues) and getattr(event, "instruction", None) is not None:
-            return following, type(decision)(issues=())
-        return following, decision
+        if not isinstance(event, Started):
+            return following, decision
+        *issues, update = decision.issues
+        later = Issue(rank=self.num_workers, stream="compute", instruction=OptimizerStep(stage=SERVER, version=99))
+        late = event.next_handle + len(decision.issues)
+        return following, Decision(issues=(*issues, replace(update, waits=(late,), need=None), later))
+
+
+class Sleepy:
+    """Sets timers alone, out of order; the last one issues a forward."""
+
+    num_ranks = 1
+    initial = ()
+
+    def decide(self, state, event, now_ps):
+        if isinstance(event, Started):
+            return state, Decision(timers=tuple(Timer(at_ps=n * 10**11, number=n) for n in (4, 1, 3, 2)))
+        if not isinstance(event, Rang):
+            return state, NOTHING
+        rung = (*state, event.number)
+        forward = Issue(rank=0, stream="compute", instruction=Forward(stage=0, microbatch=0, version=0))
+        return rung, Decision(issues=(forward,)) if len(rung) == 4 else NOTHING
 
 
 COUNTS = {"num_workers": 3, "num_bytes": NUM_BYTES}
@@ -88,6 +110,11 @@ CASES = {
     "delay": BoundedDelay(max_delay=1, num_clocks=VERSIONS, **COUNTS),
     "partial": PartialReduce(group_size=2, num_iterations=VERSIONS, bridge_after=2, **COUNTS),
     "silent": Silent(),
+    "stuck": Stuck(num_backups=1, num_versions=VERSIONS, **COUNTS),
+    "sleepy": Sleepy(),
+    "slow link": BackupWorkers(num_backups=1, num_versions=VERSIONS, **COUNTS),
+    "killed": BackupWorkers(num_backups=0, num_versions=1000, **COUNTS),
+    "deciding killed": BackupWorkers(num_backups=0, num_versions=1000, **COUNTS),
     "twice": Twice(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "wrong bytes": BackupWorkers(num_workers=3, num_backups=1, num_versions=2, num_bytes=8),
     "failing": BackupWorkers(num_backups=1, num_versions=VERSIONS, **COUNTS),
@@ -100,6 +127,18 @@ def failing_loss(module: nn.Module, microbatch: int) -> torch.Tensor:
     return loss_on(module, microbatch)
 
 
+class SlowLink(Replica):
+    """A replica whose sends take long."""
+
+    def outgoing(self, send):
+        time.sleep(LATE_S)
+        return super().outgoing(send)
+
+
+KILLED = {"killed": 2, "deciding killed": 1}
+TIMEOUT_S = {"killed": 3, "deciding killed": 3}
+
+
 def run(case: str, out: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -107,17 +146,29 @@ def run(case: str, out: Path) -> None:
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False
     )
     module = make_module()
-    if rank == 1:
+    if rank == 1 and case not in ("slow link", *KILLED):
         module.insert(0, Late(LATE_S))
-    replica = Replica(module, failing_loss if case == "failing" else loss_on, make_optimizer)
+    kind = SlowLink if (rank, case) == (1, "slow link") else Replica
+    replica = kind(module, failing_loss if case == "failing" else loss_on, make_optimizer)
+    if rank == KILLED.get(case):
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
     found = {}
     start = time.perf_counter()
     try:
-        decided = run_controlled(CASES[case], replica, rank=rank, num_ranks=world_size, store=store, timeout_s=60)
+        decided = run_controlled(
+            CASES[case],
+            replica,
+            rank=rank,
+            num_ranks=world_size,
+            store=store,
+            timeout_s=TIMEOUT_S.get(case, 60),
+            deciding=1 if case == "deciding killed" else 0,
+        )
         if decided is not None:
             write_document(decided.log, out / "log.json")
             found["seconds"] = time.perf_counter() - start
             counts = ("applied", "dropped", "abandoned")
+            found["state"] = str(decided.state)
             found["counts"] = {name: getattr(decided.state, name, None) for name in counts}
     except MeshwrightError as error:
         found["error"] = f"{type(error).__name__}: {error}"
@@ -125,10 +176,17 @@ def run(case: str, out: Path) -> None:
     (out / f"{rank}.json").write_text(json.dumps(found))
     store.add("written", 1)
     # The store is that of rank 0, which stays until all have written.
-    while rank == 0 and store.add("written", 0) < world_size and time.perf_counter() - start < 60:
+    while rank == 0 and store.add("written", 0) < world_size - (case in KILLED) and time.perf_counter() - start < 60:
         time.sleep(0.01)
 
 
 if __name__ == "__main__":
     _, size, name, folder = sys.argv
-    fork_ranks(int(size), lambda: run(name, Path(folder)))
+    try:
+        fork_ranks(int(size), lambda: run(name, Path(folder)))
+    except SystemExit:
+        if name not in KILLED:
+            raise
+        # The others write what they found.
+        while len(list(Path(folder).glob("?.json"))) < int(size) - 1:
+            os.wait()

@@ -1,12 +1,15 @@
 """Policies on real workers: their guarantees, the parameters that their logs say, and decisions that repeat."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 import torch
 
 from meshwright.program import ProgramBuilder, decided_program
-from meshwright.spec import Backward, OptimizerStep, ProgramError, Receive, Send, read_document
+from meshwright.runtime.controlled import Abandoned, Dispatched, Replica, run_controlled
+from meshwright.spec import Backward, Forward, OptimizerStep, ProgramError, Receive, Send, read_document
 from meshwright.spec.decision_log import DecisionLog, repeat_decisions
 from tests.processes import run_ranks
 from tests.runtime.controlled_worker import CASES, COUNTS, VERSIONS, loss_on, make_module, make_optimizer
@@ -124,18 +127,96 @@ def test_decisions_repeat_and_the_log_is_a_program(case, tmp_path):
     assert program.body.num_instructions == log.issued.num_instructions
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("failing", "of the controlled run failed: ValueError: this batch cannot be read"),
         ("silent", "The controller decided nothing at the start"),
         ("twice", "was issued twice"),
+        ("stuck", "The controlled run stands still: OptimizerStep"),
         ("wrong bytes", "Give the controller the bytes of the model."),
-        ("failing", "of the controlled run failed: ValueError: this batch cannot be read"),
     ],
 )
 def test_a_failed_run_ends_on_all_ranks(case, message, tmp_path):
     found, log = run(case, tmp_path)
     assert log is None
     assert message in found[0]["error"]
-    assert all("The controlled run failed" in item["error"] for item in found[1:])
+    assert all("leaves the controlled run" in item["error"] for item in found[1:])
+    if case == "failing" and (rank := int(found[0]["error"].partition("Rank ")[2][0])):
+        assert "ValueError: this batch cannot be read" in found[rank]["error"]
+
+
+@pytest.mark.parametrize(
+    ("case", "killed", "message"),
+    [
+        ("killed", 2, r"has not ended in 3 s|Rank \d of the controlled run failed"),
+        ("deciding killed", 1, "leaves the controlled run: .*(gave no sign of life|Connection closed)"),
+    ],
+)
+def test_a_rank_that_is_killed_ends_the_run(case, killed, message, tmp_path):
+    run_ranks("tests.runtime.controlled_worker", NUM_WORKERS + 1, case, str(tmp_path))
+    for rank in range(NUM_WORKERS + 1):
+        if rank != killed:
+            found = json.loads((tmp_path / f"{rank}.json").read_text())
+            assert re.search(message if rank == 0 else "leaves the controlled run", found["error"])
+
+
+@pytest.mark.long
+def test_a_slow_sender_delays_no_update(tmp_path):
+    """Its sends take long, not its computations; the others need only each other."""
+    found, log = run("slow link", tmp_path)
+    sends = [send.microbatch % NUM_WORKERS for send, _, _ in ends(log, Send)]
+    assert sends.count(1) < VERSIONS / 2
+    assert found[0]["counts"]["applied"] == VERSIONS * (NUM_WORKERS - 1)
+
+
+def test_timers_ring_in_their_order(tmp_path):
+    found, log = run("sleepy", tmp_path, num_ranks=1)
+    assert found[0]["state"] == "(1, 2, 3, 4)"
+    assert (np.diff(log.now_ps) >= 0).all()
+    assert [moment >= number * 10**11 for number, moment in enumerate(log.now_ps.tolist()[:5])] == [True] * 5
+
+
+def replica_of(loss=loss_on):
+    return Replica(make_module(), loss, make_optimizer)
+
+
+def dispatched(kind, *, is_wanted=True, arrived=(), **facts):
+    return Dispatched(kind(stage=0, version=0, **facts), arrived, lambda: is_wanted)
+
+
+def test_a_backward_is_of_its_own_forward():
+    replica, model = replica_of(), Model()
+    for microbatch in (0, 1):
+        replica.compute(dispatched(Forward, microbatch=microbatch))
+    replica.compute(dispatched(Backward, microbatch=0))
+    sent = replica.outgoing(Send(stage=0, peer=1, microbatch=0, payload="gradient", num_bytes=replica.num_bytes))
+    assert sent.tolist() == pytest.approx(model.gradient(0).tolist(), rel=1e-5)
+    with pytest.raises(ProgramError, match="microbatch 7 was issued without its forward"):
+        replica.compute(dispatched(Backward, microbatch=7))
+
+
+def test_an_abandoned_forward_leaves_the_module_usable():
+    replica = replica_of()
+    with pytest.raises(Abandoned):
+        replica.compute(dispatched(Forward, microbatch=0, is_wanted=False))
+    with pytest.raises(Abandoned):
+        replica.compute(dispatched(Backward, microbatch=0))
+    assert loss_on(replica.module, 0) > 0
+
+
+def test_an_update_uses_a_sum_once():
+    replica = replica_of()
+    replica.summed(None, torch.ones(replica.num_bytes // 4), 2)
+    replica.compute(dispatched(OptimizerStep))
+    with pytest.raises(ProgramError, match="waits for no gradient"):
+        replica.compute(dispatched(OptimizerStep))
+
+
+@pytest.mark.parametrize(("num_ranks", "deciding"), [(3, 0), (4, 4)])
+def test_ranks_that_do_not_fit_the_controller_are_refused(num_ranks, deciding):
+    with pytest.raises(
+        ProgramError, match=f"{num_ranks} ranks take part, and rank {deciding} decides; the controller uses 4"
+    ):
+        run_controlled(CASES["backup"], None, rank=0, num_ranks=num_ranks, store=None, deciding=deciding)

@@ -136,7 +136,7 @@ def measure(
         typer.Option(
             metavar="CLUSTER",
             help="Time MODEL, if given, and every collective on this cluster (.toml), emulated on this host as by run "
-            "--emulate (root, Linux). The table is a .parquet file.",
+            "--emulate (root, Linux). The table is emulated-CLUSTER.parquet; use one table for each cluster.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -178,7 +178,7 @@ def measure(
             raise typer.BadParameter("--emulate measures all devices of the cluster; leave --ranks out.")
         measure_emulated_table(
             model,
-            out or Path("measurements.parquet"),
+            out or Path(f"emulated-{Path(emulate).stem}.parquet"),
             microbatch_size or ([1, 2, 4] if model else []),
             emulate,
             sizes=sizes,

@@ -195,7 +195,7 @@ def rank_shares(cluster: Cluster, num_cores: int) -> list[float]:
 
 
 def full_share(cluster: Cluster, num_cores: int) -> float:
-    """Return the share of a core of a device without a ``slowdown``: at most one core, whatever the others get."""
+    """Return the share of a core of a device without a ``slowdown``: at most one core, the same whatever others use."""
     return min(1.0, _USABLE * num_cores / cluster.num_ranks)
 
 

@@ -1,7 +1,7 @@
 """Measure ops, optimizer steps, transfers and batches of whole models on this machine, for one measurement table."""
 
 from meshwright.measurement.clocks import CudaClock, DeviceClock, Sample
-from meshwright.measurement.copy_timing import measure_transfers
+from meshwright.measurement.copy_timing import DEFAULT_SIZES, measure_transfers
 from meshwright.measurement.device_rows import TableSizes as TableSizes
 from meshwright.measurement.device_rows import measure_device_table
 from meshwright.measurement.device_timing import (
@@ -27,6 +27,7 @@ from meshwright.measurement.segments import OpSource, Segment, build_segments, c
 __all__ = [
     "ALL_OPTIMIZERS",
     "BATCH_CONDITIONS",
+    "DEFAULT_SIZES",
     "Company",
     "CudaClock",
     "DeviceClock",

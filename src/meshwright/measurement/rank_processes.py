@@ -66,7 +66,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(context, *arguments)`` in ``num_ranks`` new processes and return a list of the results by rank.
 
-    ``prepare``: called with the rank at the start of its process, which then stays on no particular core. Functions,
+    ``prepare``: called with the rank at the start of its process, which is then not pinned to a core. Functions,
     arguments and results must be picklable. Raises MeasurementError if a rank fails or dies, or if ``timeout_s`` has
     passed.
     """

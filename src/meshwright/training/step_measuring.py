@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from meshwright.capture import Captured, capture_model, flatten_batch, part
 from meshwright.cost.memory import backend_of
 from meshwright.emulation import Emulated, full_share, num_cores_here, open_lab
-from meshwright.measurement import OpSource, measure_links, measure_machine
+from meshwright.measurement import DEFAULT_SIZES, OpSource, measure_links, measure_machine
 from meshwright.records import Records, concat_records, from_measurements
 from meshwright.runtime import measure_overhead
 from meshwright.spec import Cluster, ClusterError, EventSink, Measurements, NullSink
@@ -29,9 +30,11 @@ from meshwright.zoo import ModelSource, load_model
 Sizes = tuple[tuple[str, int], ...]
 
 # Emulated links are slow, and their ranks are stopped by quotas: fewer sizes than on a real network, and more time.
-# Without a limit the 21 collectives of four ranks at 100 Mbit/s take three times 0.7 s for 4 MiB, 45 s in all.
+# The 21 series of four ranks at 100 Mbit/s take three times 0.7 s for 4 MiB, 45 s in all. No size takes a link more
+# than a second.
 _EMULATED_SIZES = (16, 2**16, 2**19, 2**22)
 _EMULATED_S = 150.0
+_EMULATED_TIMEOUT_S = 900.0
 
 
 def measure_here(
@@ -41,13 +44,14 @@ def measure_here(
     sizes: Sizes = (),
     num_ranks: int = 2,
     repeats: int = 10,
+    transfer_sizes: Sequence[int] = DEFAULT_SIZES,
     events: EventSink | None = None,
 ) -> Measurements:
     """Measure ops of a model, optimizers, transfers and the runtime's overhead on the CPUs of this host.
 
     ``reference`` names the model (None: no model), ``sizes`` its size options; its ops are timed at each of
-    ``microbatch_sizes``. ``num_ranks``: the number of processes for transfers. Raises MeasurementError if a
-    process fails, and the errors of loading or capturing the model.
+    ``microbatch_sizes``. ``num_ranks``: the number of processes; ``transfer_sizes``: bytes of their transfers. Raises
+    MeasurementError if a process fails, and the errors of loading or capturing the model.
     """
     events = events or NullSink()
     if reference is not None:
@@ -58,6 +62,7 @@ def measure_here(
         num_ranks=num_ranks,
         repeats=repeats,
         overhead_s=host_overhead(),
+        transfer_sizes=transfer_sizes,
         events=events,
     )
 
@@ -85,8 +90,9 @@ def measure_emulated(
         links = measure_links(
             num_ranks=cluster.num_ranks,
             num_nodes=len(cluster.nodes),
-            sizes=_EMULATED_SIZES,
+            sizes=[size for size in _EMULATED_SIZES if size <= _slowest_bytes_per_s(cluster)],
             budget_s=_EMULATED_S,
+            timeout_s=_EMULATED_TIMEOUT_S,
             events=events,
             prepare=lab.enter,
         )
@@ -97,9 +103,10 @@ def measure_emulated(
         sizes=sizes,
         num_ranks=min(cores, cluster.num_ranks),
         repeats=repeats,
+        transfer_sizes=(),
         events=events,
     )
-    ops, share = from_measurements(replace(table, transfers=())), full_share(cluster, cores)
+    ops, share = from_measurements(table), full_share(cluster, cores)
     source = f"{table.conditions}; divided by {share:.3g}, the share of a core on emulated cluster {cluster.name}"
     ops = replace(ops, seconds=ops.seconds / share, source=np.full(len(ops), source, object))
     source = f"{links.source[0]}; emulated cluster {cluster.name}"
@@ -114,7 +121,13 @@ def _only_kind(cluster: Cluster) -> str:
     if len(kinds) > 1 or any(backend_of(kind) != "cpu" for kind in kinds.values()):
         raise ClusterError(
             f"Cluster {cluster.name!r} has devices {', '.join(sorted(kinds))}. Emulated devices are shares of this "
-            "machine's processors: expected one kind without float16, such as cpu; a slower device has a slowdown."
+            "machine's processors: expected one kind of processor, without a rate for float16. Give slower devices a "
+            "slowdown."
+        )
+    if cluster.num_ranks == 1:
+        raise ClusterError(
+            f"Cluster {cluster.name!r} has one device; expected two or more, with links between them. Measure without "
+            "--emulate."
         )
     if len({node.num_devices for node in cluster.nodes}) > 1:
         raise ClusterError(
@@ -122,6 +135,13 @@ def _only_kind(cluster: Cluster) -> str:
             "Expected equal numbers: change the cluster, or plan without measured links."
         )
     return next(iter(kinds))
+
+
+def _slowest_bytes_per_s(cluster: Cluster) -> float:
+    """Return the bandwidth of the slowest link between nodes; infinity for one node."""
+    links = [path.link for path in cluster.paths] + ([cluster.racks.uplink] if cluster.racks is not None else [])
+    links += [node.nic for node in cluster.nodes] if len(cluster.nodes) > 1 else []
+    return min((link.bandwidth_bytes_per_s for link in links), default=math.inf)
 
 
 def host_overhead() -> float:

@@ -46,7 +46,8 @@ def as_on_even_links(rows: Records, cluster: Cluster) -> Records:
         sizes.size(name).tolist() for name in ("nodes", "devices_per_node", "ranks", "groups", "stride", "bytes")
     )
     for row, nodes, devices, ranks, groups, stride, num_bytes in zip(collectives.tolist(), *columns, strict=True):
-        if (nodes, devices) != (len(cluster.nodes), per_node) or ranks * groups > cluster.num_ranks:
+        last = (ranks - 1) * stride + groups if stride > 1 else ranks * groups
+        if (nodes, devices) != (len(cluster.nodes), per_node) or last > cluster.num_ranks:
             continue
         op = cast("CollectiveOp", rows.op[row])
         usual, actual = (_quote(each, op, ranks, groups, stride, num_bytes) for each in (even, cluster))

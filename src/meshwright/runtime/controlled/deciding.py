@@ -10,6 +10,8 @@ Messages go through queues of a TCPStore: one per stream of each rank, and one o
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import json
 import threading
 import time
@@ -24,19 +26,23 @@ from torch._C._distributed_c10d import TCPStore
 from meshwright.program import ProgramBuilder
 from meshwright.program.decided import read_answer
 from meshwright.program.issuing import Filed, IssueBook
-from meshwright.spec import DeadlockError, OptimizerStep, ProgramError, Receive, RunError, Send
+from meshwright.spec import AllReduce, DeadlockError, Instruction, ProgramError, Receive, RunError, Send
 from meshwright.spec.control import Controller, Decision, Ended, Event, Rang, Started
 from meshwright.spec.decision_log import DecisionLog, make_log
 from meshwright.spec.instructions import instruction_row
 
 REPORTS = "reports"
-# The streams of a rank; data that others send to it arrive in one more; abandoned handles and the end come in another.
+# The streams of a rank; data that others send to it arrive in one more. Abandoned handles, signs of life and the end
+# come in another.
 STREAMS = ("compute", "send", "receive", "exchange")
 ARRIVALS, CONTROL = "arrivals", "control"
-FAILED = "failed"
+ALIVE, FAILED, ENDED = "alive", "failed", "ended"
+FOREVER = timedelta(days=365)
 _Key = tuple[int, str]
 _MOST_NAMED = 4
 _PS_PER_NS = 1000
+# The store takes no shorter time limit.
+_LEAST_S = 0.001
 
 
 def queue_of(rank: int, stream: str) -> str:
@@ -62,31 +68,36 @@ class Decider:
 
     def __init__(self, controller: Controller[Any], num_ranks: int, store: TCPStore, timeout_s: float) -> None:
         self._controller, self._num_ranks, self._timeout_s = controller, num_ranks, timeout_s
-        self._store = connect(store)
-        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._store, self._clock = connect(store), _Clock(connect(store), num_ranks, timeout_s)
         self._book = IssueBook(ProgramBuilder(num_ranks).build(schedule="controlled", plan_hash=""))
-        self._state: Any = controller.initial
+        self._state: Any = None
         self._decided: list[tuple[Event, int, Decision]] = []
         self._filed: list[Filed] = []
         self._queues: defaultdict[_Key, deque[Filed]] = defaultdict(deque)
         # Streams with instructions that wait for a handle, one entry per instruction; those dispatched are removed.
         self._waiting: defaultdict[int, list[_Key]] = defaultdict(list)
-        self._running: dict[_Key, Filed] = {}
-        # Handle -> its place among the ends.
+        # What runs in each stream, the longest running first, and since when (of `time.monotonic`).
+        self._running: dict[_Key, tuple[Filed, float]] = {}
+        # Ended instructions to be followed, and handle -> place among the ends.
+        self._done: deque[Filed] = deque()
         self._ended: dict[int, int] = {}
         self._abandoned: set[int] = set()
-        # Sends whose data were used, and received ones that nothing has used yet, by rank.
+        # Handles of sends whose data were used or dropped, and of received ones that nothing has used, by rank.
         self._used: set[int] = set()
+        self._dropped: set[int] = set()
         self._unused: defaultdict[int, set[int]] = defaultdict(set)
         self._receives: dict[int, int] = {}
-        self._timers: list[threading.Timer] = []
         self._num_timers = 0
-        self._start_ns = time.perf_counter_ns()
 
     def run(self) -> Decided:
-        """Decide until the end. Raises ProgramError, DeadlockError, or RunError if a rank fails or does not report."""
-        end: str | None = FAILED
+        """Decide until the end, and wait until the other ranks have heard of it.
+
+        Raises ProgramError or DeadlockError for decisions, RunError if a rank fails, does not report, or is lost.
+        """
+        end = FAILED
         try:
+            self._clock.start()
+            self._state = self._controller.initial
             self._decide(Started(next_handle=0))
             if not self._filed and not self._num_timers:
                 raise ProgramError(
@@ -98,29 +109,39 @@ class Decider:
             if any(self._queues.values()):
                 self._raise_deadlock()
             self._book.check_end()
-            end = None
+            end = ENDED
+        except dist.DistError as error:
+            raise RunError(f"The store that connects the ranks was lost: {error}") from error
         finally:
-            for timer in self._timers:
-                timer.cancel()
-            for rank in range(self._num_ranks):
-                for stream in (*STREAMS, ARRIVALS):
-                    self._push(rank, stream, None)
-                self._push(rank, CONTROL, end)
+            self._clock.stop()
+            with contextlib.suppress(dist.DistError):
+                for rank in range(self._num_ranks):
+                    for stream in (*STREAMS, ARRIVALS):
+                        self._push(rank, stream, None)
+                    self._push(rank, CONTROL, end)
+        self._store.set_timeout(timedelta(seconds=self._timeout_s))
+        for _ in range(self._num_ranks - 1):
+            self._store.queue_pop(ENDED)
         return Decided(log=make_log(self._num_ranks, 0, self._decided), state=self._state)
 
-    def _now_ps(self) -> int:
-        return (time.perf_counter_ns() - self._start_ns) * _PS_PER_NS
-
     def _next_report(self) -> dict[str, Any]:
+        """Wait for a report. Raises RunError if an instruction runs longer than the limit."""
+        limit = FOREVER
+        if self._running:
+            filed, since = next(iter(self._running.values()))
+            left_s = since + self._timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise RunError(
+                    f"{self._describe(filed)} has not ended in {self._timeout_s:g} s. The rank, or one with which it "
+                    "exchanges data, has died or is stuck; give a longer timeout_s if it needs more time."
+                )
+            limit = timedelta(seconds=max(left_s, _LEAST_S))
+        self._store.set_timeout(limit)
         try:
-            return json.loads(self._store.queue_pop(REPORTS))
-        except dist.DistStoreError:
-            rank, stream = next(iter(self._running), (-1, ""))
-            running = "" if rank < 0 else f" The first that runs: {self._describe(self._running[rank, stream])}."
-            raise RunError(
-                f"No instruction of the controlled run has ended in {self._timeout_s:g} s.{running} A rank has died or "
-                "is stuck; allow more time if it needs it."
-            ) from None
+            report: dict[str, Any] = json.loads(self._store.queue_pop(REPORTS))
+        except dist.DistStoreError:  # the limit has passed
+            return {}
+        return report
 
     def _take(self, report: dict[str, Any]) -> None:
         """Follow a report of a rank or a timer."""
@@ -129,10 +150,12 @@ class Decider:
         if "timer" in report:
             self._num_timers -= 1
             self._decide(Rang(next_handle=self._book.next_handle, number=report["timer"]))
-            return
-        filed = self._filed[report["handle"]]
-        del self._running[_key(filed)]
-        self._end(filed)
+        elif "handle" in report:
+            filed = self._filed[report["handle"]]
+            del self._running[_key(filed)]
+            self._done.append(filed)
+        while self._done:
+            self._end(self._done.popleft())
 
     def _end(self, filed: Filed) -> None:
         """Record an end, let the controller decide, and dispatch what waited for it."""
@@ -144,31 +167,17 @@ class Decider:
             rank, instruction = filed.issue.rank, filed.issue.instruction
             event = Ended(next_handle=self._book.next_handle, handle=filed.handle, rank=rank, instruction=instruction)
             self._decide(event)
-        for key in {_key(filed), *self._waiting[filed.handle]}:
+        for key in dict.fromkeys((_key(filed), *self._waiting[filed.handle])):
             self._advance(key)
 
     def _decide(self, event: Event) -> None:
-        now_ps = self._now_ps()
+        now_ps = self._clock.now_ps()
         self._state, decision = read_answer(self._controller.decide(self._state, event, now_ps))
-        if decision.watch:
-            raise ProgramError("A controlled run has no body to watch; leave `watch` out, and watch issues instead.")
         filed = self._book.file(decision, now_ps)
         self._decided.append((event, now_ps, decision))
         for item in filed:
-            if item.issue.stream not in STREAMS:
-                raise ProgramError(
-                    f"{item.issue.instruction} was issued to the stream {item.issue.stream!r}; expected one of "
-                    f"{', '.join(STREAMS)}, the streams that are run."
-                )
-            if isinstance(item.issue.instruction, Send) and (len(item.issue.group), *item.issue.group[:1]) != (
-                2,
-                item.issue.rank,
-            ):
-                raise ProgramError(
-                    f"{item.issue.instruction} was issued to rank {item.issue.rank} with the group {item.issue.group}; "
-                    "expected (rank of the sender, rank of the receiver)."
-                )
             self._filed.append(item)
+            self._check(item)
             self._queues[_key(item)].append(item)
             for handle in item.waits:
                 self._waiting[handle].append(_key(item))
@@ -176,51 +185,70 @@ class Decider:
             self._abandoned.add(handle)
             self._push(self._filed[handle].issue.rank, CONTROL, handle)
         for timer in decision.timers:
-            self._set_timer((timer.at_ps - now_ps) / 1e12, timer.number)
+            self._num_timers += 1
+            self._clock.set(timer.at_ps, timer.number)
         for key in dict.fromkeys(_key(item) for item in filed):
             self._advance(key)
 
-    def _set_timer(self, seconds: float, number: int) -> None:
-        store = connect(self._store)
-        report = json.dumps({"timer": number})
-        timer = threading.Timer(seconds, lambda: store.queue_push(REPORTS, report))
-        timer.daemon = True
-        timer.start()
-        self._timers.append(timer)
-        self._num_timers += 1
+    def _check(self, filed: Filed) -> None:
+        """Raise ProgramError for an issue that the simulator takes and real ranks cannot run."""
+        issue, instruction = filed.issue, filed.issue.instruction
+        expected = _stream_of(instruction)
+        if issue.stream != expected:
+            raise ProgramError(
+                f"{instruction} was issued to the stream {issue.stream!r}; expected {expected!r}, in which real ranks "
+                "run it."
+            )
+        if isinstance(instruction, Send) and not (len(set(issue.group)) == 2 and issue.group[0] == issue.rank):
+            raise ProgramError(
+                f"{instruction} was issued to rank {issue.rank} with the group {issue.group}; expected two ranks, "
+                "(sender, receiver)."
+            )
+        if isinstance(instruction, Receive):
+            receiver = self._filed[self._send_of(filed.handle)].issue.group[1]
+            if issue.rank != receiver:
+                raise ProgramError(
+                    f"{instruction} was issued to rank {issue.rank}; expected rank {receiver}, to which its send goes."
+                )
 
     def _advance(self, key: _Key) -> None:
         """Dispatch the next instruction of a stream if it may start; an abandoned one ends at once."""
         queue = self._queues[key]
-        while queue and key not in self._running:
-            filed = queue[0]
-            ended = sorted((handle for handle in filed.waits if handle in self._ended), key=self._ended.__getitem__)
-            need = len(filed.waits) if filed.issue.need is None else filed.issue.need
-            if len(ended) < need:
-                return
-            queue.popleft()
-            for handle in filed.waits:
-                self._waiting[handle].remove(key)
-            if filed.handle in self._abandoned:
-                self._end(filed)
-                continue
-            self._running[key] = filed
-            self._dispatch(filed, ended[:need])
+        if not queue or key in self._running or any(_key(done) == key for done in self._done):
+            return
+        filed = queue[0]
+        ended = sorted((handle for handle in filed.waits if handle in self._ended), key=self._ended.__getitem__)
+        need = len(filed.waits) if filed.issue.need is None else filed.issue.need
+        if len(ended) < need:
+            return
+        queue.popleft()
+        for handle in filed.waits:
+            self._waiting[handle].remove(key)
+        if filed.handle in self._abandoned:
+            self._done.append(filed)
+            return
+        self._running[key] = filed, time.monotonic()
+        self._dispatch(filed, ended[:need])
 
     def _dispatch(self, filed: Filed, satisfied: list[int]) -> None:
         """Send an instruction to its rank, and to the receiver of its data."""
         issue, instruction = filed.issue, filed.issue.instruction
-        sends = [self._send_of(handle) for handle in satisfied if self._moves(handle)]
-        # A computation uses the data of the sends for which it waited, or of their receives.
-        uses = [send for send in sends if self._filed[send].issue.group[1] == issue.rank]
-        command: dict[str, Any] = {"handle": filed.handle, "row": instruction_row(instruction)}
-        command |= {"group": issue.group, "sends": uses}
+        command: dict[str, Any] = {"handle": filed.handle, "row": instruction_row(instruction), "group": issue.group}
         if issue.stream == "compute":
+            # A computation uses the data of sends to its rank for which it waited, or of their receives.
+            sends = dict.fromkeys(self._send_of(handle) for handle in satisfied if self._moves(handle))
+            uses = [send for send in sends if self._filed[send].issue.group[1] == issue.rank]
+            if late := self._dropped.intersection(uses):
+                raise ProgramError(
+                    f"{self._describe(filed)} waits for data of {self._describe(self._filed[min(late)])}, which were "
+                    "dropped: nothing waited for them when the rank computed next. Issue it before the rank computes."
+                )
+            command["sends"] = [send for send in uses if send not in self._used]
             self._used.update(uses)
             self._unused[issue.rank] -= self._used
-            dropped = {send for send in self._unused[issue.rank] if not self._is_awaited(send)}
-            command["dropped"] = sorted(dropped) if isinstance(instruction, OptimizerStep) else []
+            command["dropped"] = sorted(send for send in self._unused[issue.rank] if not self._is_awaited(send))
             self._unused[issue.rank] -= set(command["dropped"])
+            self._dropped.update(command["dropped"])
         if isinstance(instruction, Send):
             self._push(issue.group[1], ARRIVALS, command)
         self._push(issue.rank, issue.stream, command)
@@ -234,7 +262,7 @@ class Decider:
         return next(send for send in sends if isinstance(self._filed[send].issue.instruction, Send))
 
     def _is_awaited(self, send: int) -> bool:
-        """Whether an instruction that is not dispatched waits for a send, or for its receive."""
+        """Return whether an instruction that is not dispatched waits for a received send, or for its receive."""
         return bool(self._waiting[send] or self._waiting[self._receives[send]])
 
     def _push(self, rank: int, stream: str, content: Any) -> None:
@@ -258,5 +286,60 @@ class Decider:
         return f"{filed.issue.instruction} of rank {filed.issue.rank} (handle {filed.handle})"
 
 
+class _Clock:
+    """The clock of a run: a thread reports timers, and tells all ranks that the deciding one is alive."""
+
+    def __init__(self, store: TCPStore, num_ranks: int, timeout_s: float) -> None:
+        self._store, self._num_ranks, self._beat_s = store, num_ranks, timeout_s / 4
+        self._timers: list[tuple[int, int, int]] = []
+        self._num_set, self._is_over = 0, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._start_ns = time.perf_counter_ns()
+
+    def now_ps(self) -> int:
+        return (time.perf_counter_ns() - self._start_ns) * _PS_PER_NS
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def set(self, at_ps: int, number: int) -> None:
+        with self._changed:
+            heapq.heappush(self._timers, (at_ps, self._num_set, number))
+            self._num_set += 1
+            self._changed.notify_all()
+
+    def _follow(self) -> None:
+        with contextlib.suppress(dist.DistError), self._changed:
+            beat = time.monotonic()
+            while not self._is_over:
+                if time.monotonic() >= beat:
+                    beat = time.monotonic() + self._beat_s
+                    for rank in range(self._num_ranks):
+                        self._store.queue_push(queue_of(rank, CONTROL), json.dumps(ALIVE))
+                while self._timers and self._timers[0][0] <= self.now_ps():
+                    self._store.queue_push(REPORTS, json.dumps({"timer": heapq.heappop(self._timers)[2]}))
+                due_s = (self._timers[0][0] - self.now_ps()) / 1e12 if self._timers else self._beat_s
+                self._changed.wait(max(0.0, min(due_s, beat - time.monotonic())))
+
+
 def _key(filed: Filed) -> _Key:
     return filed.issue.rank, filed.issue.stream
+
+
+def _stream_of(instruction: Instruction) -> str:
+    """Return the stream in which real ranks run an instruction."""
+    match instruction:
+        case Send():
+            return "send"
+        case Receive():
+            return "receive"
+        case AllReduce():
+            return "exchange"
+        case _:
+            return "compute"

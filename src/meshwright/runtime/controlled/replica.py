@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -32,16 +33,13 @@ class Replica:
         if odd := {parameter.dtype for parameter in self._parameters} - {torch.float32}:
             raise ProgramError(f"The module has parameters of {sorted(map(str, odd))}; expected float32.")
         self.module, self._loss_of, self._optimizer = module, loss_of, make_optimizer(self._parameters)
-        self._loss: torch.Tensor | None = None
-        self._gradients: dict[int, torch.Tensor] = {}
+        # By microbatch, with the computation that made it.
+        self._losses: dict[int, tuple[Dispatched, torch.Tensor]] = {}
+        self._gradients: dict[int, tuple[Dispatched, torch.Tensor]] = {}
+        self._stopped: set[int] = set()
         self._reduced: torch.Tensor | None = None
         # The parameters that a server sends are those of one version.
         self._lock = threading.Lock()
-        self._work: Dispatched | None = None
-        for submodule in module.modules():
-            submodule.register_forward_pre_hook(lambda *_: self._check())
-        for parameter in self._parameters:
-            parameter.register_hook(lambda _: self._check())
 
     @property
     def num_bytes(self) -> int:
@@ -50,47 +48,71 @@ class Replica:
 
     def compute(self, work: Dispatched) -> None:
         """Execute a forward, a backward or an update."""
-        self._work = work
+        for kept in (self._losses, self._gradients):
+            for microbatch in [microbatch for microbatch, (made, _) in kept.items() if not made.is_wanted()]:
+                del kept[microbatch]
         match work.instruction:
             case Forward(microbatch=microbatch):
-                for _, vector in work.arrived:
+                for vector in work.arrived:
                     self._set(vector)
-                self._loss = None
-                self._loss = self._loss_of(self.module, microbatch)
+                self._forward(work, microbatch)
             case Backward(microbatch=microbatch):
-                if self._loss is None:  # its forward was abandoned
-                    raise Abandoned
-                loss, self._loss = self._loss, None
-                self._gradients[microbatch] = torch.cat(
-                    [gradient.reshape(-1) for gradient in torch.autograd.grad(loss, self._parameters)]
-                )
+                self._backward(work, microbatch)
             case OptimizerStep():
-                arrived = [vector for _, vector in work.arrived]
-                self._step(torch.stack(arrived).mean(0) if arrived else self._reduced)
+                reduced, self._reduced = self._reduced, None
+                self._step(torch.stack(work.arrived).mean(0) if work.arrived else reduced)
             case _:
-                raise ProgramError(
-                    f"{work.instruction} is unknown to a replica; expected forwards, backwards, updates."
-                )
+                raise ProgramError(f"A replica cannot run {work.instruction}; expected forwards, backwards, updates.")
+
+    def _forward(self, work: Dispatched, microbatch: int) -> None:
+        try:
+            with contextlib.ExitStack() as hooks:
+                for submodule in self.module.modules():
+                    hooks.callback(submodule.register_forward_pre_hook(lambda *_: work.check()).remove)
+                self._losses[microbatch] = work, self._loss_of(self.module, microbatch)
+        except Abandoned:
+            self._stopped.add(microbatch)
+            raise
+
+    def _backward(self, work: Dispatched, microbatch: int) -> None:
+        if microbatch in self._stopped:
+            self._stopped.discard(microbatch)
+            raise Abandoned
+        if microbatch not in self._losses:
+            work.check()
+            raise ProgramError(f"A backward of microbatch {microbatch} was issued without its forward. Issue both.")
+        _, loss = self._losses.pop(microbatch)
+        with contextlib.ExitStack() as hooks:
+            for parameter in self._parameters:
+                hooks.callback(parameter.register_hook(lambda _: work.check()).remove)
+            gradients = torch.autograd.grad(loss, self._parameters)
+        self._gradients[microbatch] = work, torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def outgoing(self, send: Send) -> torch.Tensor:
         """Return the gradient of the microbatch, shape (N,), or a copy of the parameters, shape (N,)."""
         if send.payload == "gradient":
-            return self._gradients.pop(send.microbatch)
+            if send.microbatch not in self._gradients:
+                raise ProgramError(
+                    f"{send} was issued, but this rank has no gradient of microbatch {send.microbatch}. Let the send "
+                    "wait for the backward."
+                )
+            return self._gradients.pop(send.microbatch)[1]
         with self._lock:
             return parameters_to_vector(self._parameters).detach().clone()
 
-    def summand(self, instruction: AllReduce) -> torch.Tensor:  # noqa: ARG002 - there is one bucket
+    def summand(self, instruction: AllReduce) -> torch.Tensor:
         """Return the gradient of the last backward, shape (N,)."""
-        _, gradient = self._gradients.popitem()
+        if instruction.bucket or len(self._gradients) != 1:
+            raise ProgramError(
+                f"{instruction} was issued while this rank has {len(self._gradients)} gradients; expected one, and "
+                "bucket 0. Issue the sum after one backward and before the next."
+            )
+        _, (_, gradient) = self._gradients.popitem()
         return gradient
 
     def summed(self, instruction: AllReduce, total: torch.Tensor, num_ranks: int) -> None:  # noqa: ARG002
         """Keep the mean gradient, shape (N,), for the next update."""
         self._reduced = total / num_ranks
-
-    def _check(self) -> None:
-        if self._work is not None:
-            self._work.check()
 
     def _set(self, vector: torch.Tensor) -> None:
         with torch.no_grad():

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +25,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from meshwright.runtime.controlled.deciding import (
+    ALIVE,
     ARRIVALS,
     CONTROL,
+    ENDED,
     FAILED,
+    FOREVER,
     REPORTS,
     STREAMS,
     Decided,
@@ -37,7 +44,6 @@ from meshwright.spec.instructions import instruction_of
 
 # Messages are float32.
 _ELEMENT_BYTES = 4
-_FOREVER = timedelta(days=365)
 
 
 class Abandoned(Exception):  # noqa: N818 - not an error: it ends a computation whose result is not wanted
@@ -48,12 +54,12 @@ class Abandoned(Exception):  # noqa: N818 - not an error: it ends a computation 
 class Dispatched:
     """A computation to execute.
 
-    ``arrived``: (stage of the sender, data) of the messages for which it waited, in the order of their arrival.
+    ``arrived``: the data of the messages for which it waited, in the order in which their sends ended.
     ``is_wanted``: whether the controller has not abandoned it.
     """
 
     instruction: Instruction
-    arrived: tuple[tuple[int, torch.Tensor], ...]
+    arrived: tuple[torch.Tensor, ...]
     is_wanted: Callable[[], bool]
 
     def check(self) -> None:
@@ -94,30 +100,46 @@ def run_controlled(
 ) -> Decided | None:
     """Take part in a controlled run as one of ``num_ranks`` ranks; all ranks call this together.
 
-    ``store`` connects the ranks, and is used by one run only. The rank ``deciding`` calls the controller and returns
-    its decisions; the others return None. Raises RunError if a rank fails, or if no instruction ends for ``timeout_s``;
-    on the deciding rank ProgramError or DeadlockError for decisions that break a rule.
+    ``store`` connects the ranks, and is used by one run only; the process that holds it outlives the others, or is the
+    deciding one. The rank ``deciding`` calls the controller and returns its decisions; the others return None. Raises
+    ProgramError for ranks that do not fit the controller; RunError if a rank fails, if an instruction runs longer than
+    ``timeout_s``, or if the deciding rank gives no sign of life for as long; on the deciding rank ProgramError or
+    DeadlockError for decisions that break a rule.
     """
+    uses = getattr(controller, "num_ranks", num_ranks)
+    if uses != num_ranks or not 0 <= deciding < num_ranks:
+        raise ProgramError(
+            f"{num_ranks} ranks take part, and rank {deciding} decides; the controller uses {uses} ranks. Expected as "
+            "many ranks, one of which decides."
+        )
     streams = _RankStreams(actor, rank, store, timeout_s)
     streams.start()
-    decided = Decider(controller, num_ranks, store, timeout_s).run() if rank == deciding else None
+    if rank == deciding:
+        decided = Decider(controller, num_ranks, store, timeout_s).run()
+        streams.join()
+        return decided
     streams.join()
-    return decided
+    streams.report_end()
+    return None
 
 
 class _RankStreams:
-    """The threads of one rank: one per stream, and one that hears of abandoned computations and of the end."""
+    """The threads of one rank: one per stream, one per sender of data, and the caller's, which hears of the end."""
 
     def __init__(self, actor: Actor, rank: int, store: TCPStore, timeout_s: float) -> None:
-        self._actor, self._rank, self._store, self._timeout_s = actor, rank, store, timeout_s
+        self._actor, self._rank, self._timeout_s = actor, rank, timeout_s
+        self._store = store
         self._control = connect(store)
         self._threads = [
             threading.Thread(target=self._follow, args=(name, connect(store)), daemon=True)
             for name in (*STREAMS, ARRIVALS)
         ]
-        self._kept: dict[int, tuple[int, torch.Tensor]] = {}
+        # Commands for the threads that take in what a rank sends.
+        self._from: dict[int, queue.SimpleQueue[Any]] = {}
+        self._kept: dict[int, torch.Tensor] = {}
         self._arrival = threading.Condition()
         self._abandoned: set[int] = set()
+        self._error: BaseException | None = None
 
     def start(self) -> None:
         for thread in self._threads:
@@ -125,86 +147,124 @@ class _RankStreams:
 
     def join(self) -> None:
         """Follow the deciding rank until the end. Raises RunError if the run failed."""
-        # An idle rank may wait for ever: the deciding rank watches the time.
-        self._control.set_timeout(_FOREVER)
+        self._control.set_timeout(timedelta(seconds=self._timeout_s))
         while True:
             try:
                 command = json.loads(self._control.queue_pop(queue_of(self._rank, CONTROL)))
             except dist.DistError:
                 command = FAILED
-            if command is None:
+            if command == ENDED:
                 for thread in self._threads:
                     thread.join()
                 return
             if command == FAILED:  # threads that wait for other ranks end with this process
-                raise RunError(
-                    f"The controlled run failed, or rank {self._rank} lost its deciding rank, which has the reason."
+                reason = (
+                    f"{type(self._error).__name__}: {self._error}"
+                    if self._error is not None
+                    else "the deciding rank failed, which has the reason, or gave no sign of life"
                 )
-            self._abandoned.add(command)
+                raise RunError(f"Rank {self._rank} leaves the controlled run: {reason}") from self._error
+            if command != ALIVE:
+                self._abandoned.add(command)
+
+    def report_end(self) -> None:
+        """Tell the deciding rank that this rank has heard of the end; it may have left already."""
+        with contextlib.suppress(dist.DistError):
+            self._control.queue_push(ENDED, "")
 
     def _follow(self, name: str, store: TCPStore) -> None:
-        """Execute the commands of a stream until the deciding rank ends it."""
-        store.set_timeout(_FOREVER)
+        """Execute the commands of a stream until the deciding rank ends it, or is lost."""
+        store.set_timeout(FOREVER)
         groups: dict[tuple[int, ...], Any] = {}
-        while (command := json.loads(store.queue_pop(queue_of(self._rank, name)))) is not None:
-            try:
-                self._execute(name, command, groups)
-            except Exception as error:  # whatever an actor raises ends the run
-                report = {"rank": self._rank, "error": f"{type(error).__name__}: {error}"}
-                store.queue_push(REPORTS, json.dumps(report))
-                return
-            if name != ARRIVALS:
-                store.queue_push(REPORTS, json.dumps({"handle": command["handle"]}))
+        with contextlib.suppress(dist.DistError):
+            while (command := json.loads(store.queue_pop(queue_of(self._rank, name)))) is not None:
+                if name == ARRIVALS:
+                    self._pass_on(command)
+                elif self._try(partial(self._execute, name, command, groups, store), store):
+                    store.queue_push(REPORTS, json.dumps({"handle": command["handle"]}))
+                else:
+                    break
+        for commands in self._from.values() if name == ARRIVALS else ():
+            commands.put(None)
 
-    def _execute(self, name: str, command: dict[str, Any], groups: dict[tuple[int, ...], Any]) -> None:
+    def _try(self, action: Callable[[], None], store: TCPStore) -> bool:
+        """Report whatever an action raises, and return whether it raised nothing."""
+        try:
+            action()
+        except BaseException as error:  # also an actor's SystemExit, which would end the thread without a word
+            self._error = self._error or error
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            store.queue_push(REPORTS, json.dumps({"rank": self._rank, "error": text}))
+            return False
+        return True
+
+    def _pass_on(self, command: dict[str, Any]) -> None:
+        """Give a message to the thread of its sender: one that comes slowly does not delay those of other ranks."""
+        sender = command["group"][0]
+        if sender not in self._from:
+            self._from[sender] = queue.SimpleQueue()
+            threading.Thread(target=self._take_in, args=(self._from[sender], connect(self._store)), daemon=True).start()
+        self._from[sender].put(command)
+
+    def _take_in(self, commands: queue.SimpleQueue[Any], store: TCPStore) -> None:
+        """Receive what one rank sends."""
+        groups: dict[tuple[int, ...], Any] = {}
+
+        def receive(command: dict[str, Any]) -> None:
+            instruction, handle = instruction_of(command["row"]), command["handle"]
+            assert isinstance(instruction, Send)
+            data = torch.empty(instruction.num_bytes // _ELEMENT_BYTES)
+            self._group(groups, tuple(command["group"]), "send", store).recv([data], 0, handle).wait()
+            with self._arrival:
+                self._kept[handle] = data
+                self._arrival.notify_all()
+
+        with contextlib.suppress(dist.DistError):
+            while (command := commands.get()) is not None:
+                if not self._try(partial(receive, command), store):
+                    return
+
+    def _execute(self, name: str, command: dict[str, Any], groups: dict[tuple[int, ...], Any], store: TCPStore) -> None:
         instruction, handle, ranks = instruction_of(command["row"]), command["handle"], tuple(command["group"])
         match instruction:
-            case Send() if name == ARRIVALS:
-                data = torch.empty(instruction.num_bytes // _ELEMENT_BYTES)
-                self._group(groups, ranks, "send").recv([data], 0, handle).wait()
-                with self._arrival:
-                    self._kept[handle] = instruction.stage, data
-                    self._arrival.notify_all()
             case Send():
-                data = self._outgoing(instruction)
-                self._group(groups, ranks, "send").send([data], 1, handle).wait()
+                data = self._actor.outgoing(instruction)
+                _check_bytes(instruction, data)
+                self._group(groups, ranks, "send", store).send([data], 1, handle).wait()
             case Receive():
                 pass  # the data are kept since they have arrived
             case AllReduce():
                 total = self._actor.summand(instruction)
-                self._group(groups, ranks, "sum").allreduce([total]).wait()
+                _check_bytes(instruction, total)
+                self._group(groups, ranks, "sum", store).allreduce([total]).wait()
                 self._actor.summed(instruction, total, len(ranks))
             case _ if name == "compute":
                 self._take(command["dropped"])
-                work = Dispatched(instruction, self._take(command["sends"]), lambda: handle not in self._abandoned)
+                arrived = self._take(command["sends"])
                 with contextlib.suppress(Abandoned):
-                    self._actor.compute(work)
-            case _:
-                raise ProgramError(
-                    f"{instruction} is not run under a controller; expected computations, sends, receives and "
-                    "all-reduces."
-                )
+                    self._actor.compute(Dispatched(instruction, arrived, lambda: handle not in self._abandoned))
 
-    def _outgoing(self, send: Send) -> torch.Tensor:
-        data = self._actor.outgoing(send)
-        if data.numel() * _ELEMENT_BYTES != send.num_bytes or data.dtype != torch.float32:
-            raise ProgramError(
-                f"{send} was issued for {data.numel()} elements of {data.dtype}; expected float32 and num_bytes = "
-                f"{data.numel() * _ELEMENT_BYTES}. Give the controller the bytes of the model."
-            )
-        return data
-
-    def _take(self, sends: Sequence[int]) -> tuple[tuple[int, torch.Tensor], ...]:
+    def _take(self, sends: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return the data of sends and forget them. The sender may report the end of a send before they are kept."""
         with self._arrival:
             if not self._arrival.wait_for(lambda: self._kept.keys() >= set(sends), self._timeout_s):
-                raise RunError(f"The data of sends {sorted(set(sends) - self._kept.keys())} have not arrived.")
+                missing = sorted(set(sends) - self._kept.keys())
+                raise RunError(f"The data of the sends with handles {missing} have not arrived.")
             return tuple(self._kept.pop(send) for send in sends)
 
-    def _group(self, groups: dict[tuple[int, ...], Any], ranks: tuple[int, ...], use: str) -> Any:
+    def _group(self, groups: dict[tuple[int, ...], Any], ranks: tuple[int, ...], use: str, store: TCPStore) -> Any:
         """Return the connections among ranks for one use; the first call makes them, on all these ranks together."""
         if ranks not in groups:
-            store = PrefixStore(f"{use}/{'-'.join(map(str, ranks))}", connect(self._store))
+            place = PrefixStore(f"{use}/{'-'.join(map(str, ranks))}", store)
             timeout = timedelta(seconds=self._timeout_s)
-            groups[ranks] = dist.ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), timeout)
+            groups[ranks] = dist.ProcessGroupGloo(place, ranks.index(self._rank), len(ranks), timeout)
         return groups[ranks]
+
+
+def _check_bytes(instruction: Send | AllReduce, data: torch.Tensor) -> None:
+    if data.numel() * _ELEMENT_BYTES != instruction.num_bytes or data.dtype != torch.float32:
+        raise ProgramError(
+            f"{instruction} was issued for {data.numel()} elements of {data.dtype}; expected float32 and num_bytes = "
+            f"{data.numel() * _ELEMENT_BYTES}. Give the controller the bytes of the model."
+        )
