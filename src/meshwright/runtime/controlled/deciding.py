@@ -55,6 +55,15 @@ def connect(store: TCPStore) -> TCPStore:
     return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
+def pop(store: TCPStore, name: str) -> Any:
+    """Wait for the next message of a queue, and return it. Raises DistError if the store's time limit has passed."""
+    while True:
+        try:
+            return json.loads(store.queue_pop(name))
+        except dist.QueueEmptyError:  # torch 2.13: a wait may end although nothing is there
+            time.sleep(_LEAST_S)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
     """The decisions of a controlled run, and the controller's last state."""
@@ -121,7 +130,7 @@ class Decider:
                     self._push(rank, CONTROL, end)
         self._store.set_timeout(timedelta(seconds=self._timeout_s))
         for _ in range(self._num_ranks - 1):
-            self._store.queue_pop(ENDED)
+            pop(self._store, ENDED)
         return Decided(log=make_log(self._num_ranks, 0, self._decided), state=self._state)
 
     def _next_report(self) -> dict[str, Any]:
@@ -138,7 +147,7 @@ class Decider:
             limit = timedelta(seconds=max(left_s, _LEAST_S))
         self._store.set_timeout(limit)
         try:
-            report: dict[str, Any] = json.loads(self._store.queue_pop(REPORTS))
+            report: dict[str, Any] = pop(self._store, REPORTS)
         except dist.DistStoreError:  # the limit has passed
             return {}
         return report

@@ -36,6 +36,7 @@ from meshwright.runtime.controlled.deciding import (
     Decided,
     Decider,
     connect,
+    pop,
     queue_of,
 )
 from meshwright.spec import AllReduce, Instruction, ProgramError, Receive, RunError, Send
@@ -150,7 +151,7 @@ class _RankStreams:
         self._control.set_timeout(timedelta(seconds=self._timeout_s))
         while True:
             try:
-                command = json.loads(self._control.queue_pop(queue_of(self._rank, CONTROL)))
+                command = pop(self._control, queue_of(self._rank, CONTROL))
             except dist.DistError:
                 command = FAILED
             if command == ENDED:
@@ -170,14 +171,14 @@ class _RankStreams:
     def report_end(self) -> None:
         """Tell the deciding rank that this rank has heard of the end; it may have left already."""
         with contextlib.suppress(dist.DistError):
-            self._control.queue_push(ENDED, "")
+            self._control.queue_push(ENDED, json.dumps(None))
 
     def _follow(self, name: str, store: TCPStore) -> None:
         """Execute the commands of a stream until the deciding rank ends it, or is lost."""
         store.set_timeout(FOREVER)
         groups: dict[tuple[int, ...], Any] = {}
         with contextlib.suppress(dist.DistError):
-            while (command := json.loads(store.queue_pop(queue_of(self._rank, name)))) is not None:
+            while (command := pop(store, queue_of(self._rank, name))) is not None:
                 if name == ARRIVALS:
                     self._pass_on(command)
                 elif self._try(partial(self._execute, name, command, groups, store), store):
