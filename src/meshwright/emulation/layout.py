@@ -21,7 +21,7 @@ from meshwright.spec import Cluster, ClusterError, format_count, format_seconds
 # A bandwidth of a cluster file counts the bytes of messages; the kernel's queues count whole Ethernet frames, 1514
 # bytes for 1448 of a TCP stream (headers: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12).
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
-# Ranks of one host have 0.2 ms anyway (`benchmarks/emulation.py --only limits`), so latencies of this order are allowed.
+# Ranks of one host have 0.2 ms anyway (`benchmarks/emulation.py --only limits`); latencies of this order are allowed.
 MAX_LATENCY_S = 1e-3
 # A link of this rate reaches 99.8 % of it (`benchmarks/emulation.py --only limits`); faster ones wait for the host.
 MAX_BYTES_PER_S = 6.25e8
