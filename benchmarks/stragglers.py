@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce, StoppedBackups
-from meshwright.runtime.controlled import Dispatched, run_controlled
+from meshwright.runtime.controlled import DispatchedWork, run_controlled
 from meshwright.simulator import bare_costs, simulate_controlled
 from meshwright.spec import AllReduce, Backward, Opcode, ProgramError, Send, read_document, write_document
 from meshwright.spec.decision_log import DecisionLog, repeat_decisions
@@ -139,7 +139,7 @@ class Sleeper:
     def __init__(self, draws: np.ndarray) -> None:
         self._durations_s = (draws * UNIT_S).reshape(-1)
 
-    def compute(self, work: Dispatched) -> None:
+    def compute(self, work: DispatchedWork) -> None:
         """Sleep until the end of a backward, unless it is abandoned."""
         if not isinstance(work.instruction, Backward):
             return

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.program import ProgramBuilder, decided_program
-from meshwright.runtime.controlled import Abandoned, Dispatched, Replica, run_controlled
+from meshwright.runtime.controlled import Abandoned, DispatchedWork, Replica, run_controlled
 from meshwright.spec import Backward, Forward, OptimizerStep, ProgramError, Receive, Send, read_document
 from meshwright.spec.decision_log import DecisionLog, repeat_decisions
 from tests.processes import run_ranks
@@ -183,7 +183,7 @@ def replica_of(loss=loss_on):
 
 
 def dispatched(kind, *, is_wanted=True, arrived=(), **facts):
-    return Dispatched(kind(stage=0, version=0, **facts), arrived, lambda: is_wanted)
+    return DispatchedWork(kind(stage=0, version=0, **facts), arrived, lambda: is_wanted)
 
 
 def test_a_backward_is_of_its_own_forward():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from meshwright.runtime.controlled.streams import Abandoned, Dispatched
+from meshwright.runtime.controlled.streams import Abandoned, DispatchedWork
 from meshwright.spec import AllReduce, Backward, Forward, OptimizerStep, ProgramError, Send
 
 
@@ -34,8 +34,8 @@ class Replica:
             raise ProgramError(f"The module has parameters of {sorted(map(str, odd))}; expected float32.")
         self.module, self._loss_of, self._optimizer = module, loss_of, make_optimizer(self._parameters)
         # By microbatch, with the computation that made it.
-        self._losses: dict[int, tuple[Dispatched, torch.Tensor]] = {}
-        self._gradients: dict[int, tuple[Dispatched, torch.Tensor]] = {}
+        self._losses: dict[int, tuple[DispatchedWork, torch.Tensor]] = {}
+        self._gradients: dict[int, tuple[DispatchedWork, torch.Tensor]] = {}
         self._stopped: set[int] = set()
         self._reduced: torch.Tensor | None = None
         # The parameters that a server sends are those of one version.
@@ -46,7 +46,7 @@ class Replica:
         """Bytes of all parameters that are trained."""
         return 4 * sum(parameter.numel() for parameter in self._parameters)
 
-    def compute(self, work: Dispatched) -> None:
+    def compute(self, work: DispatchedWork) -> None:
         """Execute a forward, a backward or an update."""
         for kept in (self._losses, self._gradients):
             for microbatch in [microbatch for microbatch, (made, _) in kept.items() if not made.is_wanted()]:
@@ -64,7 +64,7 @@ class Replica:
             case _:
                 raise ProgramError(f"A replica cannot run {work.instruction}; expected forwards, backwards, updates.")
 
-    def _forward(self, work: Dispatched, microbatch: int) -> None:
+    def _forward(self, work: DispatchedWork, microbatch: int) -> None:
         try:
             with contextlib.ExitStack() as hooks:
                 for submodule in self.module.modules():
@@ -74,7 +74,7 @@ class Replica:
             self._stopped.add(microbatch)
             raise
 
-    def _backward(self, work: Dispatched, microbatch: int) -> None:
+    def _backward(self, work: DispatchedWork, microbatch: int) -> None:
         if microbatch in self._stopped:
             self._stopped.discard(microbatch)
             raise Abandoned

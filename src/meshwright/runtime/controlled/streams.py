@@ -48,11 +48,11 @@ _ELEMENT_BYTES = 4
 
 
 class Abandoned(Exception):  # noqa: N818 - not an error: it ends a computation whose result is not wanted
-    """Raised by `Dispatched.check` in an abandoned computation."""
+    """Raised by `DispatchedWork.check` in an abandoned computation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatched:
+class DispatchedWork:
     """A computation to execute.
 
     ``arrived``: the data of the messages for which it waited, in the order in which their sends ended.
@@ -72,7 +72,7 @@ class Dispatched:
 class Actor(Protocol):
     """What a rank computes, sends and sums. Each stream calls its methods in a thread of its own."""
 
-    def compute(self, work: Dispatched) -> None:
+    def compute(self, work: DispatchedWork) -> None:
         """Execute a computation."""
         ...
 
@@ -244,7 +244,7 @@ class _RankStreams:
                 self._take(command["dropped"])
                 arrived = self._take(command["sends"])
                 with contextlib.suppress(Abandoned):
-                    self._actor.compute(Dispatched(instruction, arrived, lambda: handle not in self._abandoned))
+                    self._actor.compute(DispatchedWork(instruction, arrived, lambda: handle not in self._abandoned))
 
     def _take(self, sends: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return the data of sends and forget them. The sender may report the end of a send before they are kept."""
