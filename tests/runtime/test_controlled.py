@@ -2,14 +2,17 @@
 
 import json
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from meshwright.program import ProgramBuilder, decided_program
 from meshwright.runtime.controlled import Abandoned, DispatchedWork, Replica, run_controlled
-from meshwright.spec import Backward, Forward, OptimizerStep, ProgramError, Receive, Send, read_document
+from meshwright.spec import Backward, Forward, OptimizerStep, ProgramError, Receive, ReduceScatter, Send, read_document
+from meshwright.spec.control import Decision, Issue
 from meshwright.spec.decision_log import DecisionLog, repeat_decisions
 from tests.processes import run_ranks
 from tests.runtime.controlled_worker import CASES, COUNTS, VERSIONS, loss_on, make_module, make_optimizer
@@ -202,6 +205,8 @@ def test_an_abandoned_forward_leaves_the_module_usable():
     with pytest.raises(Abandoned):
         replica.compute(dispatched(Forward, microbatch=0, is_wanted=False))
     with pytest.raises(Abandoned):
+        replica.compute(dispatched(Backward, microbatch=0, is_wanted=False))
+    with pytest.raises(ProgramError, match="its forward alone was abandoned"):
         replica.compute(dispatched(Backward, microbatch=0))
     assert loss_on(replica.module, 0) > 0
 
@@ -220,3 +225,27 @@ def test_ranks_that_do_not_fit_the_controller_are_refused(num_ranks, deciding):
         ProgramError, match=f"{num_ranks} ranks take part, and rank {deciding} decides; the controller uses 4"
     ):
         run_controlled(CASES["backup"], None, rank=0, num_ranks=num_ranks, store=None, deciding=deciding)
+
+
+SCATTER = ReduceScatter(stage=0, bucket=0, num_bytes=4)
+SEND = Send(stage=0, peer=1, microbatch=0, payload="gradient", num_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("issue", "message"),
+    [
+        (Issue(rank=0, stream="exchange", instruction=SCATTER, group=(0,)), "is not run under a controller"),
+        (Issue(rank=0, stream="send", instruction=SEND), r"the group \(\); expected two ranks, \(sender, receiver\)"),
+    ],
+)
+def test_issues_that_real_ranks_cannot_run_are_refused(issue, message):
+    @dataclass(frozen=True)
+    class Once:
+        initial: int = 0
+
+        def decide(self, state, event, now_ps):
+            return state, Decision(issues=(issue,))
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(ProgramError, match=message):
+        run_controlled(Once(), None, rank=0, num_ranks=1, store=store, timeout_s=10)

@@ -182,6 +182,7 @@ class CollectiveCosts:
     ) -> tuple[CollectiveGroup, Tariff]:
         """Return the place of a group, and its datasheet tariff on a cluster that differs in links only."""
         group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
+        # All clusters that are asked for are kept by this object, so that no other one gets their ids.
         key = ("tariff", id(cluster), op, ranks, concurrent, algorithm)
         return group, self._keep(key, lambda: quote_collective(cluster, op, ranks, group, algorithm))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from meshwright.runtime.controlled.streams import Abandoned, DispatchedWork
+from meshwright.runtime.controlled.streams import DispatchedWork
 from meshwright.spec import AllReduce, Backward, Forward, OptimizerStep, ProgramError, Send
 
 
@@ -36,7 +36,6 @@ class Replica:
         # By microbatch, with the computation that made it.
         self._losses: dict[int, tuple[DispatchedWork, torch.Tensor]] = {}
         self._gradients: dict[int, tuple[DispatchedWork, torch.Tensor]] = {}
-        self._stopped: set[int] = set()
         self._reduced: torch.Tensor | None = None
         # The parameters that a server sends are those of one version.
         self._lock = threading.Lock()
@@ -65,22 +64,18 @@ class Replica:
                 raise ProgramError(f"A replica cannot run {work.instruction}; expected forwards, backwards, updates.")
 
     def _forward(self, work: DispatchedWork, microbatch: int) -> None:
-        try:
-            with contextlib.ExitStack() as hooks:
-                for submodule in self.module.modules():
-                    hooks.callback(submodule.register_forward_pre_hook(lambda *_: work.check()).remove)
-                self._losses[microbatch] = work, self._loss_of(self.module, microbatch)
-        except Abandoned:
-            self._stopped.add(microbatch)
-            raise
+        with contextlib.ExitStack() as hooks:
+            for submodule in self.module.modules():
+                hooks.callback(submodule.register_forward_pre_hook(lambda *_: work.check()).remove)
+            self._losses[microbatch] = work, self._loss_of(self.module, microbatch)
 
     def _backward(self, work: DispatchedWork, microbatch: int) -> None:
-        if microbatch in self._stopped:
-            self._stopped.discard(microbatch)
-            raise Abandoned
+        work.check()
         if microbatch not in self._losses:
-            work.check()
-            raise ProgramError(f"A backward of microbatch {microbatch} was issued without its forward. Issue both.")
+            raise ProgramError(
+                f"A backward of microbatch {microbatch} was issued without its forward, or its forward alone was "
+                "abandoned. Issue both, and abandon both."
+            )
         _, loss = self._losses.pop(microbatch)
         with contextlib.ExitStack() as hooks:
             for parameter in self._parameters:

@@ -1,7 +1,7 @@
 """A rank of a controlled run: a thread per stream executes what the deciding rank dispatches (`run_controlled`).
 
-A send moves data when it is executed: the receiving rank takes them in at once and keeps them until the matching
-receive, or an update that waited for the send, uses them. Two ranks exchange data over a gloo pair of their own for
+A send moves data when it is executed: the receiving rank takes them in at once and keeps them for the computation that
+waits for the send or its receive. Two ranks exchange data over a gloo pair of their own for
 each direction, members of a collective over a group of their own; both are made when first needed, under a prefix of
 the store that no other group has.
 """
