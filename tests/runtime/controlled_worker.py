@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +126,12 @@ def failing_loss(module: nn.Module, microbatch: int) -> torch.Tensor:
     return loss_on(module, microbatch)
 
 
+def deadly_loss(module: nn.Module, microbatch: int) -> torch.Tensor:
+    if microbatch >= VERSIONS * COUNTS["num_workers"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss_on(module, microbatch)
+
+
 class SlowLink(Replica):
     """A replica whose sends take long."""
 
@@ -135,8 +140,9 @@ class SlowLink(Replica):
         return super().outgoing(send)
 
 
+# Ranks that die in a forward, when all connections are made and none of them is in use.
 KILLED = {"killed": 2, "deciding killed": 1}
-TIMEOUT_S = {"killed": 3, "deciding killed": 3}
+TIMEOUT_S = {"killed": 10, "deciding killed": 10}
 
 
 def run(case: str, out: Path) -> None:
@@ -149,9 +155,8 @@ def run(case: str, out: Path) -> None:
     if rank == 1 and case not in ("slow link", *KILLED):
         module.insert(0, Late(LATE_S))
     kind = SlowLink if (rank, case) == (1, "slow link") else Replica
-    replica = kind(module, failing_loss if case == "failing" else loss_on, make_optimizer)
-    if rank == KILLED.get(case):
-        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    loss = deadly_loss if rank == KILLED.get(case) else failing_loss if case == "failing" else loss_on
+    replica = kind(module, loss, make_optimizer)
     found = {}
     start = time.perf_counter()
     try:
