@@ -35,7 +35,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "show {} --json --batch-size 3",
         "simulate plan.json --graph {}",
         "plan {} --cluster 2xcpu --batch 4 --precision float32 --top 1",
-        "plan {} --cluster 2x2xA100 --batch 8 --json",
+        "plan {} --cluster 2xA100 --batch 8 --json",
         "capture {}",
         "show {} --html page.html",
         "show --play {}",
