@@ -1,4 +1,7 @@
-"""`simulate --exchange`: ways of exchanging gradients, the bound and the verdict; `plan --exchange`: an own order."""
+"""`simulate --exchange`: ways of exchanging gradients, the bound and the verdict.
+
+`plan --exchange`: an own order, and policies.
+"""
 
 import json
 from pathlib import Path
@@ -66,8 +69,8 @@ def test_the_best_plan_follows_an_own_order(planned):
     count = len(plan.exchange.sequence)
     assert sorted(plan.exchange.sequence) == list(range(count))
     assert f"Gradients leave as mine.py:small_first says, in {count} part" in " ".join(out.split())
-    _, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "whole", code=2)
-    assert "is not a function in a file; give path/to/file.py:function" in " ".join(error.replace("│", " ").split())
+    _, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "whole", code=1)
+    assert "Unknown exchange policy 'whole'" in " ".join(error.split())
     _, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "mine.py:half", code=1)
     assert "expected the `index` of each of its" in " ".join(error.split())
     assert not Path("other.json").exists()
@@ -89,3 +92,129 @@ def test_what_is_no_exchange_is_refused(planned, name, message):
     assert out == ""
     assert message in " ".join(err.split())
     assert "Traceback" not in err
+
+
+OWN = '''"""Controllers of an exchange."""
+from dataclasses import replace
+
+from meshwright.program.controllers import BackupWorkers
+from meshwright.spec import OptimizerStep
+from meshwright.spec.control import NOTHING, Started
+
+
+class OneBackup(BackupWorkers):
+    def __init__(self, *, num_workers, num_steps, num_bytes):
+        super().__init__(num_workers=num_workers, num_backups=1, num_versions=num_steps, num_bytes=num_bytes)
+
+
+class Silent:
+    initial = None
+
+    def __init__(self, *, num_workers, num_steps, num_bytes):
+        pass
+
+    def decide(self, state, event, now_ps):
+        return state, NOTHING
+
+
+class Twice(OneBackup):
+    def decide(self, state, event, now_ps):
+        state, decision = super().decide(state, event, now_ps)
+        return state, replace(decision, issues=decision.issues * 2)
+
+
+class Waiting(OneBackup):
+    """Its update waits for itself."""
+
+    def decide(self, state, event, now_ps):
+        state, decision = super().decide(state, event, now_ps)
+        own = event.next_handle + len(decision.issues) - 1
+        issues = [
+            replace(issue, waits=(own,), need=None) if isinstance(issue.instruction, OptimizerStep) else issue
+            for issue in decision.issues
+        ]
+        return state, replace(decision, issues=tuple(issues))
+
+
+class Broken(OneBackup):
+    def decide(self, state, event, now_ps):
+        return 1 / 0
+
+
+class Unfinished(OneBackup):
+    def __init__(self):
+        pass
+'''
+POLICY_OF = ("gpt-tiny", "--cluster", "4xA100", "--out", "policy.json", "--exchange")
+
+
+@pytest.fixture
+def with_own(run, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return run
+
+
+def test_a_policy_is_planned_simulated_and_refused_elsewhere(with_own):
+    _, out, _ = with_own("plan", *POLICY_OF, "backup:1", code=0)
+    said = " ".join(out.split())
+    assert "Under the exchange policy backup:1, a step takes" in said
+    assert "Rank 3 holds the parameters." in said
+    plan = read_document(Plan, Path("policy.json"))
+    assert (plan.exchange.policy, plan.exchange.servers, plan.num_ranks, plan.num_devices) == ("backup:1", (3,), 3, 4)
+    assert plan.workload.precision == "float32"
+    found = json.loads(with_own("simulate", "policy.json", "--scenario", "jitter", "--json", code=0)[1])
+    assert found["scenario"]["steps"]["num_steps"] == 100
+    for command in (
+        ("simulate", "policy.json", "--exchange", "all"),
+        ("simulate", "policy.json", "--explain"),
+        ("show", "policy.json", "--program"),
+        ("show", "policy.json", "--as", "deepspeed"),
+    ):
+        code, _, error = with_own(*command)
+        assert code == 1, command
+        assert "exchange policy backup:1" in " ".join(error.split()) or "exchange.policy" in error
+
+
+def test_an_own_controller_is_planned_and_known_again(with_own, tmp_path):
+    with_own("plan", *POLICY_OF, "own.py:OneBackup", code=0)
+    with_own("plan", *POLICY_OF[:-2], "named.json", "--exchange", "backup:1", code=0)
+    own, named = (json.loads(with_own("simulate", name, "--json", code=0)[1]) for name in ("policy.json", "named.json"))
+    assert own["step_time_s"] == named["step_time_s"]
+    (tmp_path / "own.py").write_text(OWN + "# changed\n")
+    assert "own.py changed since the plan was made" in " ".join(with_own("simulate", "policy.json", code=1)[2].split())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own.py:Silent", "issued 0 updates in 24 steps"),
+        ("own.py:Twice", "was issued twice"),
+        ("own.py:Waiting", "waits for"),
+        ("own.py:Broken", "own.py:45: return 1 / 0"),
+        ("own.py:Unfinished", "own.py:Unfinished raised TypeError"),
+        ("own.py:OneBackups", "did you mean 'OneBackup'"),
+        ("backup:3", "for 3 replicas; expected a number of at most 2"),
+        ("stopped", "did you mean 'stopped-backup'"),
+    ],
+)
+def test_what_is_no_policy_is_refused(with_own, name, message):
+    code, out, error = with_own("plan", *POLICY_OF, name)
+    assert (code, out) == (1, "")
+    assert message in " ".join(error.split())
+    assert not Path("policy.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--zero", "1"), "Leave out --zero."),
+        (("--precision", "mixed", "--tensor", "2"), "Leave out --tensor and --precision."),
+        (("--ranks", "2", "--ranks", "4"), "Leave out all --ranks but one."),
+        (("--batch", "10"), "the nearest is 9 or 12."),
+        (("--ranks", "2"), "expected at least two devices that compute"),
+    ],
+)
+def test_options_against_a_policy_are_refused(with_own, options, message):
+    code, _, error = with_own("plan", *POLICY_OF, "backup:1", *options)
+    assert code in (1, 2)
+    assert message in " ".join(error.replace("│", " ").split())

@@ -46,7 +46,7 @@ def test_throughput_under_a_latency():
     assert tight.step_time_s >= slow.step_time_s
     with pytest.raises(PlanError, match=r"takes .* split ops over devices .*, or allow a longer"):
         search(graph, cluster, 64, max_latency_s=1e-9)
-    with pytest.raises(PlanError, match="given for training; expected .* inference"):
+    with pytest.raises(PlanError, match=r"given for training; expected .* inference"):
         search(weighted_graph([10**8] * 4), cluster, 64, max_latency_s=1.0)
 
 

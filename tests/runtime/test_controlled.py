@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from meshwright.program import ProgramBuilder, decided_program
 from meshwright.runtime.controlled import Abandoned, DispatchedWork, Replica, run_controlled
+from meshwright.simulator import replay_measured
 from meshwright.spec import Backward, Forward, OptimizerStep, ProgramError, Receive, ReduceScatter, Send, read_document
 from meshwright.spec.control import Decision, Issue
 from meshwright.spec.decision_log import DecisionLog, repeat_decisions
@@ -119,10 +120,18 @@ def groups_of(log):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["backup", "stopped", "delay", "partial"])
-def test_decisions_repeat_and_the_log_is_a_program(case, tmp_path):
+def test_decisions_repeat_in_the_simulator_and_the_log_is_a_program(case, tmp_path):
     num_ranks = NUM_WORKERS + (case != "partial")
-    _, log = run(case, tmp_path, num_ranks=num_ranks)
+    found, log = run(case, tmp_path, num_ranks=num_ranks)
     repeat_decisions(CASES[case], log)
+    simulated = replay_measured(CASES[case], log)
+    assert str(simulated.state) == found[0]["state"]
+    ended = [int(log.end_ps[event.handle]) for event, _, _ in log.decisions() if hasattr(event, "handle")]
+    assert ended == log.now_ps[1:].tolist()
+    with pytest.raises(ProgramError, match=r"ended before it could begin|Event .* of the simulation is"):
+        replay_measured(CASES[case], replace(log, end_ps=log.end_ps[::-1].copy()))
+    with pytest.raises(ProgramError, match="expected the log of a run on real ranks"):
+        replay_measured(CASES[case], simulated.log)
     other = "stopped" if case == "backup" else "backup"
     with pytest.raises(ProgramError, match="decision 0 differs"):
         repeat_decisions(CASES[other], log)

@@ -49,7 +49,7 @@ def test_a_case_that_cannot_be_has_its_reason():
     [
         (["device=1,2"], "unknown key 'device'"),
         (["devices=1", "devices=2"], "each parameter once"),
-        (["seed=0..999", "models.0.copies=1..200"], "cases of seed, models.0.copies; expected 1 to"),
+        (["seed=0..999", "models.0.copies=1..200"], "combinations of seed, models.0.copies; expected 1 to"),
         (["seed=1.5"], "Got seed=1.5; expected"),
         (["seed=1000000000000000000000000"], "from 0 to 2147483648"),
         (["seed=5000000000"], "from 0 to 2147483648"),

@@ -1,16 +1,19 @@
-"""The option ``--exchange``: `simulate` compares methods of gradient reduction, `plan` reads a user's order of parts.
+"""The option ``--exchange``: `simulate` compares methods of gradient reduction, `plan` reads a policy or your own order.
 
 A part is a piece of a gradient bucket that is reduced by itself.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.spec import Cluster, Graph, Plan, ScheduleReferenceError
+from meshwright.spec.exchange import read_policy
 from meshwright.spec.own_code import importable, load_function, reported, split_reference
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.simulator import Contention, OwnOrder
 
 _EXPECTED = "returns the order in which parts of gradients are sent: function(parts)"
+_EITHER = "orders parts of gradients, function(parts), or a class that makes a controller"
 
 ExchangeOption = Annotated[
     list[str] | None,
@@ -34,24 +38,35 @@ OwnExchangeOption = Annotated[
     str | None,
     typer.Option(
         "--exchange",
-        help="Send the gradients of the best plan in your own order: a function that orders their parts, "
-        "file.py:function.",
+        metavar="POLICY",
+        help="Let a policy decide in the run which gradients an update takes: backup:B (the first, without the last "
+        "B), stopped-backup:B (which stops them), delay:S (each alone; replicas are at most S steps apart), partial:P "
+        "(of the first P replicas that are ready), or your own controller, file.py:Class. Or send the gradients of the "
+        "best plan in your own order: a function that orders their parts, file.py:function.",
     ),
 ]
 
 
-def load_order(reference: str) -> OwnOrder:
-    """Load the function that ``reference`` names. Errors raised inside the function are reported with its line.
+def is_policy(reference: str) -> bool:
+    """Return whether ``--exchange`` of `plan` names a policy or a class, and not a function that orders parts.
 
-    Raises BadParameter for a reference that is not path/to/file.py:function.
+    Raises PlanError for an unknown policy.
     """
+    if read_policy(reference) is not None:
+        return True
+    path, name = _split(reference)
+    return inspect.isclass(load_function(path, name, expected=_EITHER, error=ScheduleReferenceError))
+
+
+def _split(reference: str) -> tuple[Path, str]:
     parts = split_reference(reference)
-    if parts is None:
-        raise typer.BadParameter(
-            f"--exchange {reference!r} is not a function in a file; give path/to/file.py:function. `meshwright "
-            f"simulate plan.json --exchange all` compares the built-in methods."
-        )
-    path, name = parts
+    assert parts is not None  # other text is a policy or the name of a method
+    return parts
+
+
+def load_order(reference: str) -> OwnOrder:
+    """Load the function that ``reference`` names. Errors raised inside the function are reported with its line."""
+    path, name = _split(reference)
     function = load_function(path, name, expected=_EXPECTED, error=ScheduleReferenceError)
 
     def order(parts: Sequence[ReadyPart]) -> list[int]:

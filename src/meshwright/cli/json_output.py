@@ -164,6 +164,8 @@ OUTPUTS: dict[str, JsonDocument] = {
             **_TIMELINE,
             "calibration": "with --calibrate: the corrections of the measurement table",
             "losses_off": "with --check: largest relative difference from the losses of one process",
+            "gradients": "under an exchange policy: number of gradients that it applied, dropped and abandoned",
+            "decisions": "under an exchange policy: path of the log of its decisions",
             "compiled": "compiled layers: parts, different parts, seconds of compilation, eager parts by reason",
             "timeline": "path of the measured timeline",
         },

@@ -230,6 +230,7 @@ def print_result(
         beside = outcome.row() if outcome is not None else {}
         beside |= {"calibration": corrected.row()} if corrected is not None else {}
         beside |= {"losses_off": off} if off is not None else {}
+        beside |= {"gradients": result.gradients, "decisions": result.decisions} if result.decisions else {}
         beside |= {"compiled": asdict(result.compiled)} if result.compiled is not None else {}
         print_json("run", {"losses": result.losses, **timeline_rows(timeline), **beside, "timeline": result.timeline})
         return
@@ -245,6 +246,9 @@ def print_result(
     if result.compiled is not None:
         print_tables(*result.compiled.explain())
     print_tables(*(outcome.explain() if outcome is not None else ()), f"timeline written to {result.timeline}")
+    if result.decisions:
+        counted = ", ".join(f"{count:,} {name}" for name, count in result.gradients.items())
+        print_tables(*([f"gradients: {counted}"] if counted else ()), f"decisions written to {result.decisions}")
     if corrected is not None and table is not None:
         print_tables(*calibration_tables(corrected, result.plan, table))
     if off is not None:

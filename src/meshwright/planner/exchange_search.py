@@ -441,6 +441,11 @@ def _check_exchanges(plan: Plan, graph: Graph) -> None:
             f"Exchanges cannot be compared under the schedule {plan.schedule}, which is asynchronous; expected a "
             "synchronous one, such as 1f1b."
         )
+    if plan.exchange.policy:
+        raise PlanError(
+            f"Exchanges cannot be compared for a plan that follows the exchange policy {plan.exchange.policy}; "
+            "expected sums of gradients. Plan without --exchange."
+        )
     if plan.exchange.zero >= 2:
         raise PlanError(
             f"Exchanges cannot be compared for a plan with zero = {plan.exchange.zero}, whose gradients are scattered "

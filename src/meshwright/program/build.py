@@ -44,6 +44,7 @@ from meshwright.spec import (
     Op,
     Opcode,
     Plan,
+    PlanError,
     Program,
     ScheduleError,
     Section,
@@ -258,6 +259,11 @@ def build_program(plan: Plan, graph: Graph) -> Program:
     schedule. For a user's own schedule, raises ScheduleReferenceError if its file or function changed, ScheduleError
     if it breaks a rule, and DeadlockError if its ranks wait for each other in a cycle.
     """
+    if plan.exchange.policy:
+        raise PlanError(
+            f"The exchange policy {plan.exchange.policy} decides in the run which instructions follow, so the plan has "
+            "no fixed program. `meshwright simulate` shows a run."
+        )
     local_plan, local_graph = lower_plan(plan, graph)
     program = _build_program(local_plan, local_graph, find_schedule(plan), None)
     return program if local_plan is plan else replace(program, plan_hash=content_hash(plan))

@@ -9,7 +9,8 @@ and drives.
 Contended links are granted one request at a time (`engine`) or shared fairly (`fair`, `sharing`). `joins` handles
 instructions that need only some of their waits, `deadlock` explains why a program can never finish, `overflow` which
 ranks run out of memory. `simulate_controlled` (`controlled`, `growing`, `control`) lets a controller add instructions
-while a program runs. `pipeline_alike` finds identical replicas, of which only one is simulated; `many` simulates many
+while a program runs; `policy_simulation` simulates plans whose exchange follows a policy, and `replay_measured` replays
+logs of real runs. `pipeline_alike` finds identical replicas, of which only one is simulated; `many` simulates many
 plans on all cores. `rank_allocation` follows one rank's memory op by op. `exchange_order` finds the order in which
 gradient parts are sent, `scenarios` simulates a plan on changed machines. `explain_step` (`critical_path`) finds the
 critical path of a step and the changes that would shorten the step.
@@ -22,9 +23,11 @@ from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange, sta
 from meshwright.simulator.many import simulate_plans
 from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.plan_simulation import DETAILS, Detail, simulate_plan
+from meshwright.simulator.policy_simulation import check_policy, number_steps
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, bare_costs
 from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.rank_allocation import RankAllocation, allocate_rank, predict_reserved
+from meshwright.simulator.replayed import replay_measured
 from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import (
     NodeMemory,
@@ -59,6 +62,7 @@ __all__ = [
     "Teams",
     "allocate_rank",
     "bare_costs",
+    "check_policy",
     "describe_steady_step",
     "estimate_program",
     "explain_nodes",
@@ -67,7 +71,9 @@ __all__ = [
     "explain_step",
     "find_overflows",
     "form_teams",
+    "number_steps",
     "predict_reserved",
+    "replay_measured",
     "schedule_exchange",
     "simulate_controlled",
     "simulate_plan",

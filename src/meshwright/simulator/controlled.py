@@ -33,6 +33,8 @@ from meshwright.spec.instructions import STREAM_NAMES
 
 # Cost of an issue: from the issue and its handle to its cost class and route (-1: none) in the costs.
 EstimateIssue = Callable[[Issue, int], tuple[int, int]]
+# Factor on the duration of an issue, such as jitter.
+ScaleIssue = Callable[[Issue], float]
 # Most instructions that a message names.
 _MOST_NAMED = 4
 
@@ -42,12 +44,14 @@ class ControlledRun:
     """The result of `simulate_controlled`.
 
     ``state`` is the controller's last state; ``costs`` are those of the decided program (`program.decided`).
+    ``peak_parts_bytes``: the parts of each rank's peak memory, shape (ranks, parts), as in `ProgramCosts.memory_parts`.
     """
 
     timeline: Timeline
     log: DecisionLog
     state: Any
     costs: ProgramCosts
+    peak_parts_bytes: NDArray[np.int64]
 
 
 def simulate_controlled(
@@ -56,13 +60,15 @@ def simulate_controlled(
     controller: Controller[Any] | DecisionLog,
     estimate_issue: EstimateIssue,
     *,
+    scale_issue: ScaleIssue | None = None,
     contention: Contention = "queued",
 ) -> ControlledRun:
     """Simulate a program that a controller extends while it runs, or replay the log of such a run.
 
     The program must have only a body, which runs once; `ProgramBuilder(num_ranks).build(...)` makes an empty program.
     ``estimate_issue`` returns the cost class and the route of each issue, as indices into ``costs`` (route -1: no
-    links); all members of a collective must get the same two.
+    links); all members of a collective must get the same two. ``scale_issue``: the factor on the duration of each issue
+    (default: 1); a collective takes that of the member issued first.
 
     Raises DeadlockError if the decided program can never finish; ProgramError if a decision breaks the rules of
     `spec.control`, if the costs do not match the program, or if an event or its time differs from the log.
@@ -84,7 +90,7 @@ def simulate_controlled(
         controller = Replay(log=controller)
     book = IssueBook(program)
     network = GrowingNetwork(_body_network(program, costs), costs.num_links, contention)
-    issued = _IssuedCosts(costs, estimate_issue)
+    issued = _IssuedCosts(costs, estimate_issue, scale_issue)
     decided, state = _decide_all(program, controller, book, issued, network)
     if isinstance(controller, Replay):
         controller.check_end(len(decided))
@@ -153,9 +159,10 @@ def _refuse_length() -> NoReturn:
 class _IssuedCosts:
     """Requests the costs of issued instructions, checks and records them."""
 
-    def __init__(self, costs: ProgramCosts, estimate_issue: EstimateIssue) -> None:
+    def __init__(self, costs: ProgramCosts, estimate_issue: EstimateIssue, scale_issue: ScaleIssue | None) -> None:
         self._durations, self._num_routes = costs.duration_ps.tolist(), len(costs.route_offsets) - 1
         self._estimate_issue, self._has_links = estimate_issue, _have_links(costs)
+        self._scale_issue, self._scaled = scale_issue, dict[int, int]()
         self._collectives: dict[int, tuple[int, int]] = {}
         self.given: list[tuple[int, int]] = []
 
@@ -189,7 +196,21 @@ class _IssuedCosts:
                 "holds links cannot be abandoned."
             )
         self.given.append(given)
-        return IssueCost(filed=filed, cost_class=cost_class, route=route if self._has_links[route] else -1)
+        own_ps = None
+        if self._scale_issue is not None and self._durations[cost_class]:
+            own_ps = self._scale(filed, self._durations[cost_class], self._scale_issue)
+        return IssueCost(
+            filed=filed, cost_class=cost_class, route=route if self._has_links[route] else -1, own_ps=own_ps
+        )
+
+    def _scale(self, filed: Filed, usual_ps: int, scale_issue: ScaleIssue) -> int:
+        if filed.collective in self._scaled:
+            return self._scaled[filed.collective]
+        # A link is held for at least 1 ps.
+        own_ps = max(round(usual_ps * scale_issue(filed.issue)), 1)
+        if filed.collective >= 0:
+            self._scaled[filed.collective] = own_ps
+        return own_ps
 
 
 def _have_links(costs: ProgramCosts) -> NDArray[np.bool_]:
@@ -229,7 +250,7 @@ def _finish(
     order = static_order(program, log)
     made = write_decided(program, log, np.full(log.issued.num_instructions, -1))
     cost_class, route = np.array(given, np.int32).reshape(-1, 2).T
-    costs, cost_class = _with_abandoned(costs, cost_class, network.durations(), program.body.num_instructions)
+    costs, cost_class = _with_own(costs, cost_class, network.durations(), program.body.num_instructions)
     body = SectionCosts(
         cost_class=np.concatenate([costs.body.cost_class, cost_class])[order],
         route=np.concatenate([costs.body.route, route])[order],
@@ -246,13 +267,16 @@ def _finish(
     start_ps, end_ps = network.starts()[order], network.ends()[order]
     begin_receives(unrolled, start_ps, end_ps)
     run = SimulatedRun(unrolled=unrolled, network=unrolled.network, start_ps=start_ps, end_ps=end_ps)
-    return ControlledRun(timeline=record_run(made, made_costs, run)[0], log=log, state=state, costs=made_costs)
+    timeline, memory = record_run(made, made_costs, run)
+    return ControlledRun(
+        timeline=timeline, log=log, state=state, costs=made_costs, peak_parts_bytes=memory.peak_parts_bytes
+    )
 
 
-def _with_abandoned(
+def _with_own(
     costs: ProgramCosts, cost_class: NDArray[np.int32], took_ps: dict[int, int], num_body: int
 ) -> tuple[ProgramCosts, NDArray[np.int32]]:
-    """Add a class of its own for each abandoned instruction, with the time that it took."""
+    """Add a class of its own for each instruction with a duration of its own, by handle."""
     if not took_ps:
         return costs, cost_class
     rows = np.array(list(took_ps)) - num_body

@@ -36,11 +36,13 @@ class IssueCost:
     """An instruction that a controller issued, after its checks (`Filed`), with its cost.
 
     ``cost_class`` and ``route`` are indices into the costs of the run (`ProgramCosts`); route -1: it uses no links.
+    ``own_ps``: its duration if that is not its class's.
     """
 
     filed: Filed
     cost_class: int
     route: int
+    own_ps: int | None = None
 
 
 class _Sizes(NamedTuple):
@@ -75,7 +77,8 @@ class GrowingNetwork:
         self._first_issued = self._count = num_body + (len(self._sharing.mark_left) if self._sharing else 0)
         self._num_waits, self._num_timers = num_waits, 0
         self._stream_of: dict[int, int] = {}
-        self._abandoned: set[int] = set()
+        # Instructions whose class is theirs alone: scaled and abandoned ones.
+        self._own: set[int] = set()
         self._num_body_collectives = self._num_collectives = len(network.collective_size)
         slots, events = len(self._joins.slot_after), 0
         self._used = _Sizes(self._count, num_waits, slots, events, self._num_collectives, 0)
@@ -149,9 +152,9 @@ class GrowingNetwork:
         return None
 
     def durations(self) -> dict[int, int]:
-        """Return the durations of abandoned computations in ps, by handle."""
+        """Return the durations in ps of instructions that do not take that of their class, by handle."""
         class_ps, cost_class = self._network.class_ps, self._network.cost_class
-        return {self._handle(i): int(class_ps[cost_class[i]]) for i in self._abandoned}
+        return {self._handle(i): int(class_ps[cost_class[i]]) for i in self._own}
 
     def ends(self) -> Times:
         """Return when each instruction ended in ps, by handle; negative if it never ended."""
@@ -216,9 +219,13 @@ class GrowingNetwork:
             took_ps = earlier_ps - begin_ps
             state.ready_ps[stream] = earlier_ps
             add_event(self._control, earlier_ps, stream - len(state.position))
+        self._give_class(i, took_ps)
+
+    def _give_class(self, i: int, own_ps: int) -> None:
+        network = self._network
         network.cost_class[i] = len(network.class_ps)
-        self._network = network._replace(class_ps=np.append(network.class_ps, took_ps))
-        self._abandoned.add(i)
+        self._network = network._replace(class_ps=np.append(network.class_ps, own_ps))
+        self._own.add(i)
 
     def _issue(self, estimated: Sequence[IssueCost], release_ps: int) -> None:
         """Append instructions to their streams; they begin at ``release_ps`` or later."""
@@ -237,6 +244,8 @@ class GrowingNetwork:
         network, control, state = self._network, self._control, self._state
         filed, i, begin = item.filed, self._count, self._num_waits
         network.cost_class[i] = item.cost_class
+        if item.own_ps is not None:
+            self._give_class(i, item.own_ps)
         network.resource[i] = item.route if filed.collective < 0 else self._join_collective(item)
         network.waits[begin : begin + len(filed.waits)] = [self._awaited(handle) for handle in filed.waits]
         self._count, self._num_waits = i + 1, begin + len(filed.waits)

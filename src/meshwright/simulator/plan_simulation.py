@@ -35,6 +35,7 @@ from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.host_issue import hosts_bind, issued_ps, issued_run
 from meshwright.simulator.message_matching import rank_of_streams, stream_of_instructions
 from meshwright.simulator.pipeline_alike import breaks_symmetry, find_fold
+from meshwright.simulator.policy_simulation import POLICY_STEPS, run_policy, steady_window
 from meshwright.simulator.program_costs import ProgramCosts
 from meshwright.simulator.program_estimate import estimate_program, exchanged_buckets, place_of_backward
 from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, record_run, record_spans, run_program
@@ -70,6 +71,7 @@ from meshwright.spec import (
     suggest,
     to_seconds,
 )
+from meshwright.spec.exchange import read_policy
 from meshwright.spec.instructions import COMPUTATIONS
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -255,6 +257,15 @@ def simulate_plan(
     check_detail(detail)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     check_fit(plan, graph, cluster)
+    if isinstance(plan, Plan) and plan.exchange.policy:
+        if detail == "ops":
+            raise PlanError(
+                f"Ops were requested for the exchange policy {plan.exchange.policy}, whose simulation has instructions "
+                "only. Leave --detail out."
+            )
+        decided = _simulate_policy(plan, graph, cost, num_steps, contention)
+        nodes = node_memory(plan, graph, cost.cluster)
+        return _sum_up(decided, None, None, plan, graph, cluster, cost.sharding, nodes)
     if isinstance(plan, Plan):
         plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cost.cluster)
@@ -272,7 +283,9 @@ def simulate_plan(
         program = program_of(plan, graph, cluster)
         costs = estimate_program(program, plan, graph, cost)
         outcome = _simulate(program, costs, num_steps, contention, folded=False)
-    ops = expand_ops(program, costs, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
+    ops = None
+    if detail == "ops" and outcome.run is not None:
+        ops = expand_ops(program, costs, outcome.run, simulated, graph, cost, fold=fold)
     nodes = node_memory(plan, graph, cost.cluster)
     return _sum_up(outcome, ops, fold, plan, graph, cluster, cost.sharding, nodes)
 
@@ -288,9 +301,12 @@ class _NotAlikeError(Exception):
 
 
 class _Outcome(NamedTuple):
-    """What the ranks of a program do: spans and memory of the steps shown, and the times of a steady step."""
+    """What the ranks of a program do: spans and memory of the steps shown, and the times of a steady step.
 
-    run: SimulatedRun
+    ``run``: the run of the steps shown; None under an exchange policy.
+    """
+
+    run: SimulatedRun | None
     timeline: Timeline
     memory: tuple[PeakMemory, ...]
     step_time_s: float
@@ -348,6 +364,20 @@ def _simulate(
     )
 
 
+def _simulate_policy(plan: Plan, graph: Graph, cost: CostModel, num_steps: int, contention: Contention) -> _Outcome:
+    run, timeline = run_policy(plan, graph, cost, max(num_steps, POLICY_STEPS), contention=contention)
+    steps, length_ps = steady_window(timeline)
+    shown = timeline.until(num_steps)
+    parts = (dict(zip(run.costs.memory_parts, row, strict=True)) for row in run.peak_parts_bytes.tolist())
+    return _Outcome(
+        run=None,
+        timeline=shown,
+        memory=tuple(PeakMemory(parts=item) for item in parts),
+        step_time_s=to_seconds(length_ps / len(steps)),
+        seconds=rank_seconds(timeline, length_ps, steps),
+    )
+
+
 def _inside_s(program: Program, costs: ProgramCosts, waited_ps: NDArray[np.int64] | None) -> list[float]:
     """Return the seconds per step for which each rank's computations wait, from ``waited_ps`` per cost class."""
     if waited_ps is None:
@@ -386,7 +416,7 @@ def _sum_up(
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
     ranks = tuple(outcome.seconds[rank] for rank in stands)
     mfu, hfu = _utilisation(plan, graph, cluster, step_time_s, sharding)
-    num_samples = plan.workload.global_batch * sharding.expert
+    num_samples = plan.workload.global_batch * sharding.expert * _used_share(plan)
     return Simulation(
         simulated=outcome.timeline,
         simulated_ops=ops,
@@ -400,6 +430,13 @@ def _sum_up(
         mfu=mfu,
         hfu=hfu,
     )
+
+
+def _used_share(plan: Plan | Placement) -> float:
+    """Return the share of a step's samples whose gradients are used; a user's exchange policy counts as using all."""
+    policy = read_policy(plan.exchange.policy) if isinstance(plan, Plan) and plan.exchange.policy else None
+    num_replicas = 1 if policy is None else len(plan.stages[0].ranks)
+    return 1.0 if policy is None else policy.num_used(num_replicas) / num_replicas
 
 
 def program_of(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Program:

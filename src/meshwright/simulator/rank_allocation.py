@@ -77,7 +77,7 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     offloaded, for a graph without a loss or with its own backward ops, and if a step has more than `MAX_VISITS` ops.
     """
     check_plan(plan, graph, cluster)
-    stages = plan.stages_of(rank)
+    plan, stages = plan.without_policy(), plan.stages_of(rank)
     if not _can_follow(graph) or len(stages) > 1 or plan.exchange.zero or plan.offload.optimizer != "device":
         return None
     stage = slice_graph(graph, plan.bounds)[stages[0]]
@@ -118,7 +118,7 @@ def predict_reserved(
     fullest rank), and with ``only_fitting`` for ranks whose peak is more than 10 % above their limit. A ``cost`` model
     caches the results.
     """
-    reserved = list(peaks)
+    plan, reserved = plan.without_policy(), list(peaks)
     if not _can_follow(graph):
         return tuple(reserved)
     spare = [limit - peak for peak, limit in zip(peaks, limits, strict=True)]

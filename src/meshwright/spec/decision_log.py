@@ -7,14 +7,14 @@ of ``rank[i]``. Likewise, the decision set the timers ``timer_offsets[k]`` to ``
 
 ``issued`` is a section with one stream, in the order of issue. Its waits are handles (`control`). ``watched`` and
 ``abandonable`` list handles, ascending. Decision ``abandon_decision[j]`` (ascending) abandoned the computation with
-the handle ``abandoned[j]``.
+the handle ``abandoned[j]``. A run on real ranks also has ``end_ps``: when each issued instruction ended.
 
 `Replay` is a controller that repeats the decisions of a log and refuses any other event or time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -59,6 +59,7 @@ class DecisionLog:
     abandonable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     abandon_decision: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     abandoned: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    end_ps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -71,6 +72,7 @@ class DecisionLog:
         _require(len(self.event_kind) == len(self.event_number) == count, "the columns of events differ in length")
         _require(len(self.rank) == len(self.stream) == num_issued, f"rank and stream do not have {num_issued} rows")
         _require(len(self.timer_ps) == len(self.timer_number), "the columns of timers differ in length")
+        _require(len(self.end_ps) in (0, num_issued), f"end_ps does not have {num_issued} rows")
         _require(
             _partitions(self.issue_offsets, count, num_issued),
             "issue_offsets do not divide the issued instructions among decisions",
@@ -98,6 +100,7 @@ class DecisionLog:
             ("waits", self.issued.waits, -_MOST, self.num_instructions + num_issued),
             ("join_instruction", self.issued.join_instruction, 0, num_issued),
             ("timer_number", self.timer_number, 0, _MOST),
+            ("end_ps", self.end_ps, 0, _MOST),
         ):
             legal = not len(values) or (values.min() >= low and values.max() < high)
             _require(bool(legal), f"column {name} has values outside {low}..{high - 1}")
@@ -193,10 +196,16 @@ class DecisionLog:
         )
 
 
-def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Event, int, Decision]]) -> DecisionLog:
+def make_log(
+    num_ranks: int,
+    num_instructions: int,
+    decided: Iterable[tuple[Event, int, Decision]],
+    end_ps: Sequence[int] = (),
+) -> DecisionLog:
     """Return the log of the decisions made for a program whose body has ``num_instructions`` instructions.
 
-    ``decided`` yields (event, time in ps, decision), in order.
+    ``decided`` yields (event, time in ps, decision), in order. ``end_ps``: when each issued instruction ended on real
+    ranks.
     """
     rows = list(decided)
     decisions = [decision for _, _, decision in rows]
@@ -237,6 +246,7 @@ def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Even
         abandonable=num_instructions + np.flatnonzero([issue.abandonable for issue in issues]),
         abandon_decision=np.repeat(np.arange(len(rows)), [len(decision.abandon) for decision in decisions]),
         abandoned=np.array([handle for decision in decisions for handle in decision.abandon], np.int64),
+        end_ps=np.array(end_ps, np.int64),
     )
 
 
@@ -253,12 +263,17 @@ def repeat_decisions(controller: Controller[State], log: DecisionLog) -> State:
     state = controller.initial
     for index, (event, now_ps, logged) in enumerate(log.decisions()):
         state, decision = controller.decide(state, event, now_ps)
-        if decision != logged:
-            raise ProgramError(
-                f"The controller's decision {index} differs from the log: after {event}, the log has {logged}, the "
-                f"controller decided {decision}. Give the controller and the settings of the run."
-            )
+        check_decision(index, event, decision, logged)
     return state
+
+
+def check_decision(index: int, event: Event, decision: Decision, logged: Decision) -> None:
+    """Raise ProgramError if a controller's decision number ``index`` is not the logged one."""
+    if decision != logged:
+        raise ProgramError(
+            f"The controller's decision {index} differs from the log: after {event}, the log has {logged}, the "
+            f"controller decided {decision}. Give the controller and the settings of the run."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,18 @@
 """Gradient synchronisation among replicas (`GradientExchange`), and collectives inside a split stage (`Collective`).
 
 The exchange is a field of the plan. `program.gradient_exchange`, `program.buckets` and `program.build` turn it into
-instructions. `simulator.schedule_exchange` finds the order of the parts of buckets (``sequence``).
+instructions. `simulator.schedule_exchange` finds the order of the parts of buckets (``sequence``). Under a ``policy``
+(`ExchangePolicy`) a controller decides in the run which gradients an update takes (`program.controllers`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshwright.spec.errors import PlanError, suggest
+from meshwright.spec.own_code import HASH, split_reference
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -83,6 +85,63 @@ MAX_STALENESS = 64
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
+PolicyKind = Literal["backup", "stopped-backup", "delay", "partial"]
+POLICY_KINDS: tuple[PolicyKind, ...] = get_args(PolicyKind)
+_POLICY_FORMS = "backup:B, stopped-backup:B, delay:S, partial:P or partial:P:T"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangePolicy:
+    """Which gradients an update takes, decided in the run.
+
+    ``backup``: the first n - ``number`` of n; late gradients are dropped. ``stopped-backup``: the same, but late
+    replicas are stopped. ``delay``: each as it arrives; a replica is at most ``number`` steps ahead of the slowest.
+    ``partial``: those of the first ``number`` ready replicas, for these replicas; ``bridge_after`` groups have to
+    connect all replicas (0: never).
+    """
+
+    kind: PolicyKind
+    number: int
+    bridge_after: int = 0
+
+    @property
+    def num_servers(self) -> int:
+        """Number of ranks that only update and send parameters."""
+        return 0 if self.kind == "partial" else 1
+
+    def num_used(self, num_replicas: int) -> int:
+        """Return the number of gradients of a step that are used."""
+        return num_replicas - self.number if self.kind in ("backup", "stopped-backup") else num_replicas
+
+
+def read_policy(text: str) -> ExchangePolicy | None:
+    """Read a policy from text such as ``backup:1``; return None for the user's own, ``path/to/file.py:Class``.
+
+    Raises PlanError for other text.
+    """
+    if split_reference(text) is not None:
+        return None
+    kind, *numbers = text.split(":")
+    if kind not in POLICY_KINDS:
+        raise PlanError(
+            f"Unknown exchange policy {text!r}{suggest(kind, POLICY_KINDS)}; expected {_POLICY_FORMS}, or your own as "
+            "path/to/file.py:Class."
+        )
+    least = 2 if kind == "partial" else 0
+    is_number = len(numbers) in ((1, 2) if kind == "partial" else (1,)) and all(map(_is_count, numbers))
+    if not is_number or int(numbers[0]) < least or "0" in numbers[1:]:
+        raise PlanError(
+            f"The exchange policy {text!r} was given; expected {_POLICY_FORMS}, with whole numbers: B and S of 0 or "
+            "more, P of 2 or more, T of 1 or more."
+        )
+    number, bridge_after = map(int, (*numbers, "0")[:2])
+    return ExchangePolicy(kind=kind, number=number, bridge_after=bridge_after)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 9
+
+
 ZeroStage = Literal[0, 1, 2, 3]
 AllReduceAlgorithm = Literal["auto", "ring", "tree", "hierarchical"]
 ALGORITHMS: tuple[AllReduceAlgorithm, ...] = get_args(AllReduceAlgorithm)
@@ -117,6 +176,10 @@ class GradientExchange:
     ``every_steps``: replicas update by themselves and average their parameters after this number of steps (local SGD).
     Before every update, all ranks agree on the norm of all gradients (``clip_norm``) or on whether all gradients are
     finite (``loss_scale``).
+
+    ``policy``: text of `read_policy`, or a reference ``path/to/file.py:Class`` of the user's own controller, with the
+    hash of that file as ``policy_hash``. Such a plan has one stage, and each replica computes one microbatch per step;
+    ``servers`` has the rank that holds the parameters, if the policy needs one.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -134,10 +197,13 @@ class GradientExchange:
     every_steps: int = 1
     clip_norm: bool = False
     loss_scale: bool = False
+    policy: str = ""
+    policy_hash: str = ""
 
     def __post_init__(self) -> None:
         _check_numbers(self)
         _check_ways(self)
+        _check_policy(self)
 
     @property
     def is_plain(self) -> bool:
@@ -148,9 +214,13 @@ class GradientExchange:
     def is_runnable(self) -> bool:
         """Return whether the runtime can execute the exchange.
 
-        It executes all-reduces of buckets or of their parts in any sequence, ZeRO, and ``clip_norm``.
+        It executes all-reduces of buckets or of their parts in any sequence, ZeRO, ``clip_norm``, and policies.
         """
-        done = {"zero": 0, "shard_size": 0} if self.zero else {"partition_bytes": 0, "sequence": ()}
+        done: dict[str, Any] = {"partition_bytes": 0, "sequence": ()}
+        if self.zero:
+            done = {"zero": 0, "shard_size": 0}
+        elif self.policy:
+            done = {"policy": "", "policy_hash": "", "servers": ()}
         return replace(self, **done, clip_norm=False).is_plain
 
     def describe_changes(self) -> str:
@@ -252,6 +322,32 @@ def _check_ways(exchange: GradientExchange) -> None:
         raise PlanError(
             f"`{ways[0]}` was given together with `across_steps`, but it exchanges parameters across steps already. "
             "Leave `across_steps` out."
+        )
+
+
+def _check_policy(exchange: GradientExchange) -> None:
+    """Raise PlanError for a policy that is unknown, lacks its hash or server, or comes with other settings."""
+    if not exchange.policy:
+        if exchange.policy_hash:
+            raise PlanError(f"policy_hash {exchange.policy_hash!r} was given without a policy. Leave it out.")
+        return
+    policy = read_policy(exchange.policy)
+    own = replace(exchange, policy="", policy_hash="", servers=())
+    if not own.is_plain or own.staleness:
+        raise PlanError(
+            f"The exchange policy {exchange.policy} was given with {own.describe_changes()}; a policy exchanges all "
+            "gradients of a replica at once. Leave the other settings out."
+        )
+    if policy is not None and len(exchange.servers) != policy.num_servers:
+        raise PlanError(
+            f"The exchange policy {exchange.policy} was given with {len(exchange.servers)} servers; expected "
+            f"{policy.num_servers}."
+        )
+    if (policy is None) != bool(exchange.policy_hash) or (policy is None and not HASH.fullmatch(exchange.policy_hash)):
+        raise PlanError(
+            f"The exchange policy {exchange.policy} has policy_hash {exchange.policy_hash!r}; expected the 16 "
+            "hexadecimal digits of its file's hash, and none for a named policy. Let `meshwright plan --exchange` "
+            "write it."
         )
 
 

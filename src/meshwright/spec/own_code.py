@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import inspect
 import linecache
+import re
 import sys
 import threading
 import traceback
@@ -278,6 +279,10 @@ def read_source(path: Path, expected: str, error: type[MeshwrightError]) -> byte
     return content
 
 
+# A result of `source_hash`.
+HASH = re.compile(r"[0-9a-f]{16}")
+
+
 def source_hash(content: bytes) -> str:
     """Return the hash of a file's content: 16 hexadecimal digits of SHA-256, as for documents."""
     return hashlib.sha256(content).hexdigest()[:16]
@@ -296,7 +301,9 @@ def load_function(
     function = getattr(module, name, None)
     if not callable(function):
         known = [
-            key for key, item in vars(module).items() if inspect.isfunction(item) and item.__module__ == module.__name__
+            key
+            for key, item in vars(module).items()
+            if (inspect.isfunction(item) or inspect.isclass(item)) and item.__module__ == module.__name__
         ]
         raise error(f"{path} has no function {name!r}{suggest(name, known)}. Name a function that {expected}.")
     return function  # type: ignore[no-any-return]

@@ -7,7 +7,6 @@ the schedule interleaves them. With every plan, the loss of a step is the mean o
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, islice, pairwise
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
-from meshwright.spec.exchange import DEFAULT_EXCHANGE, WAVES, GradientExchange
+from meshwright.spec.exchange import DEFAULT_EXCHANGE, WAVES, GradientExchange, read_policy
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.made_with import UNKNOWN, MadeWith
 from meshwright.spec.offload import ON_DEVICE, Offload, check_offload, check_offloaded_plan
-from meshwright.spec.own_code import order_file, split_reference
+from meshwright.spec.own_code import HASH, order_file, split_reference
 from meshwright.spec.precision import upgraded_precision
 from meshwright.spec.recompute import Ranges, with_recompute
 from meshwright.spec.schedules import ASYNCHRONOUS_SCHEDULES, NAMED_SCHEDULES, SCHEDULE_NAMES
@@ -141,8 +140,6 @@ def check_counts(plan: Plan) -> None:
                 f"of microbatches that {len(stage.ranks)} divides, or plan with --zero 1 or 0."
             )
 
-
-_HASH = re.compile(r"[0-9a-f]{16}")
 
 # A program lists every microbatch of every stage; beyond this number, building it takes minutes and gigabytes.
 MAX_MICROBATCH_STAGES = 2_000_000
@@ -279,6 +276,10 @@ class Plan:
         """The reason, in words, why the runtime cannot execute the plan; empty for a plan that it can execute."""
         return "" if self.exchange.is_runnable else "exchanges gradients in another way than by sums of buckets"
 
+    def without_policy(self) -> Plan:
+        """Return the plan in which replicas sum their gradients instead of following an exchange policy."""
+        return replace(self, exchange=DEFAULT_EXCHANGE) if self.exchange.policy else self
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the indices of the stages on a rank, ascending; at least one."""
         return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
@@ -309,6 +310,7 @@ class Plan:
 
     def describe_extras(self) -> str:
         """Return the end of `describe`, after the schedule: ``, tensor 4, ZeRO 1``; empty for a plain plan."""
+        policy = f", exchange {self.exchange.policy}" if self.exchange.policy else ""
         ahead = self.exchange.staleness
         waves = f" with staleness {ahead}" if ahead else ""
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
@@ -325,7 +327,7 @@ class Plan:
         away = f", {self.offload.describe()}" if self.offload != ON_DEVICE else ""
         compiled = ", compiled" if self.compiled else ""
         idle = f", {format_count(len(self.idle), 'device')} left out" if self.idle else ""
-        return f"{waves}{split}{shared}{order}{again}{away}{compiled}{idle}"
+        return f"{waves}{split}{shared}{order}{policy}{again}{away}{compiled}{idle}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
@@ -424,10 +426,54 @@ def _check_schedule(plan: Plan) -> None:
         return
     if split_reference(plan.schedule) is None and order_file(plan.schedule) is None:
         raise unknown_schedule(plan.schedule)
-    if not _HASH.fullmatch(plan.schedule_hash):
+    if not HASH.fullmatch(plan.schedule_hash):
         raise PlanError(
             f"The schedule {plan.schedule!r} has schedule_hash {plan.schedule_hash!r}; expected the 16 hexadecimal "
             "digits of its file's hash. Let `meshwright plan --schedule` or `with_schedule` write it."
+        )
+
+
+# Without stages they are the same.
+_PLAIN_SCHEDULES = ("gpipe", "1f1b")
+
+
+def _check_policy(plan: Plan) -> None:
+    """Raise PlanError for a plan that its exchange policy cannot train."""
+    policy, stage = read_policy(plan.exchange.policy), plan.stages[0]
+    num_replicas = len(stage.ranks)
+    extras = {
+        "a kind other than training": plan.workload.kind != "training",
+        f"{len(plan.stages)} stages": len(plan.stages) > 1,
+        f"the schedule {plan.schedule}": plan.schedule not in _PLAIN_SCHEDULES,
+        f"the precision {plan.workload.precision}": plan.workload.precision != "float32",
+        plan.sharding.describe(): not plan.sharding.is_whole,
+        "recomputation": bool(plan.recompute),
+        "offload": plan.offload != ON_DEVICE,
+        "compiled layers": plan.compiled,
+        "devices left out": bool(plan.idle),
+        "shares of replicas": bool(stage.shares),
+    }
+    if found := [name for name, is_there in extras.items() if is_there]:
+        raise PlanError(
+            f"The exchange policy {plan.exchange.policy} was given for a plan with {' and '.join(found)}; expected "
+            "training of whole replicas in float32. Leave the policy out, or plan with --exchange, which chooses such "
+            "a plan."
+        )
+    if plan.num_microbatches != num_replicas:
+        raise PlanError(
+            f"The exchange policy {plan.exchange.policy} was given for {plan.num_microbatches} microbatches on "
+            f"{num_replicas} replicas; expected one microbatch for each replica."
+        )
+    most = {"partial": num_replicas, "delay": None}.get(policy.kind, num_replicas - 1) if policy is not None else None
+    if policy is not None and most is not None and policy.number > most:
+        raise PlanError(
+            f"The exchange policy {plan.exchange.policy} was given for {num_replicas} replicas; expected a number of "
+            f"at most {most}. Give a smaller number, or more devices."
+        )
+    if set(plan.exchange.servers) & set(stage.ranks):
+        raise PlanError(
+            f"The servers {list(plan.exchange.servers)} of the exchange policy {plan.exchange.policy} train as well; "
+            "expected ranks beyond those of the replicas."
         )
 
 
@@ -475,3 +521,5 @@ def _check_plan(plan: Plan) -> None:
                 f"Stage {index} has {len(stage.ranks)} replicas for {count} microbatches, so some would have nothing "
                 f"to do. Choose at least {len(stage.ranks)} microbatches."
             )
+    if plan.exchange.policy:
+        _check_policy(plan)

@@ -18,7 +18,7 @@ from meshwright.spec.errors import DocumentError
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.instructions import Opcode, instruction_name
 from meshwright.spec.program import MAX_IDLE_RANKS, Stream
-from meshwright.spec.units import format_bytes, format_seconds, to_seconds
+from meshwright.spec.units import PICOSECONDS_PER_SECOND, format_bytes, format_seconds, to_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,6 +139,17 @@ class Timeline:
             f"Timeline, {self.origin}: {self.num_spans:,} spans of {self.num_ranks:,} ranks over "
             f"{format_seconds(self.duration_s)}"
         )
+
+    def between(self, first: int, stop: int) -> Timeline:
+        """Return the spans of the steps from ``first`` to before ``stop``, as steps from 0; time 0 is their start."""
+        taken = self.until(stop)
+        begin_ps = round(float(self.step_seconds()[:first].sum()) * PICOSECONDS_PER_SECOND)
+        chosen = taken.step >= first
+        columns = ("track", "opcode", "stage", "microbatch", "peer", "step", "num_bytes", "start_ps", "end_ps")
+        found = replace(taken, **{name: getattr(taken, name)[chosen] for name in columns})
+        # A span that began earlier is shown from the start on.
+        start_ps = np.maximum(found.start_ps - begin_ps, 0)
+        return replace(found, step=found.step - np.int32(first), start_ps=start_ps, end_ps=found.end_ps - begin_ps)
 
     def until(self, step: int) -> Timeline:
         """Return the spans of all steps before ``step``; the samples of memory are kept."""

@@ -32,6 +32,8 @@ def refuse_unchecked(job: Job) -> None:
     why = ""
     if not isinstance(plan, Plan) or plan.workload.kind != "training":
         why = "a placement, or for inference"
+    elif plan.exchange.policy:
+        why = f"the exchange policy {plan.exchange.policy}, under which updates take only some of the gradients"
     elif plan.is_asynchronous:
         why = f"the asynchronous schedule {plan.schedule}, under which weights are older than in one process"
     elif plan.workload.precision not in ("float32", "float64"):

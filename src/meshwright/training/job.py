@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -37,7 +37,7 @@ LEARNING_RATES = {"adamw": 1e-3, "sgd": 1e-2}
 # Files that the ranks of a run write into its folder while it runs.
 PROGRESS_FILE = "progress.jsonl"
 # Files that the ranks write at the end.
-TIMELINE_FILE, RESULT_FILE = "timeline.json", "result.json"
+TIMELINE_FILE, RESULT_FILE, DECISIONS_FILE = "timeline.json", "result.json", "decisions.json"
 
 
 def error_file(folder: Path, rank: int) -> Path:
@@ -127,7 +127,8 @@ class RunResult:
     ``plan`` and ``timeline``: paths of the plan and of the measured timeline. ``losses``: by step, None for a loss that
     is not finite; empty for inference. ``step_seconds``: seconds of each step. ``num_before``: the number of earlier
     steps, from a checkpoint. ``first_recorded``: the number (from 0) of the first step in the timeline. ``compiled``:
-    the compiled layers, None if the plan compiles no layers.
+    the compiled layers, None if the plan compiles no layers. ``decisions``: the path of the decisions of an exchange
+    policy; ``gradients``: how many gradients the policy applied, dropped and abandoned, as far as it counts them.
     """
 
     plan: str
@@ -137,18 +138,32 @@ class RunResult:
     num_before: int = 0
     first_recorded: int = 0
     compiled: CompiledLayers | None = None
+    decisions: str = ""
+    gradients: dict[str, int] = field(default_factory=dict)
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
 
-def write_results(folder: Path, timeline: str, result: RunResult) -> RunResult:
-    """Write the results of a run to a folder; return them with the path of the timeline.
+class Trained(NamedTuple):
+    """What a rank returns at the end of a run: results, and on rank 0 documents as JSON text.
 
-    ``timeline``: the timeline as JSON text. Each file is written completely or not at all. Raises DocumentError if the
-    folder cannot be written to.
+    ``timeline``: the measured timeline; ``decisions``: the log of an exchange policy.
     """
-    path = write_text(timeline, folder / TIMELINE_FILE)
-    result = replace(result, timeline=str(path))
+
+    result: RunResult
+    timeline: str | None = None
+    decisions: str | None = None
+
+
+def write_results(folder: Path, trained: Trained) -> RunResult:
+    """Write the results of a run on rank 0 to a folder; return them with the paths of the documents.
+
+    Each file is written completely or not at all. Raises DocumentError if the folder cannot be written to.
+    """
+    assert trained.timeline is not None
+    result = replace(trained.result, timeline=str(write_text(trained.timeline, folder / TIMELINE_FILE)))
+    if trained.decisions is not None:
+        result = replace(result, decisions=str(write_text(trained.decisions, folder / DECISIONS_FILE)))
     write_document(result, folder / RESULT_FILE)
     return result
 

@@ -37,6 +37,7 @@ from meshwright.runtime import (
     choose_folder,
     with_clipping,
 )
+from meshwright.simulator import check_policy
 from meshwright.spec import (
     EventSink,
     Graph,
@@ -57,11 +58,13 @@ from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.used_devices import visible_devices
 from meshwright.training.checkpoint import find_newest
 from meshwright.training.job import (
+    DECISIONS_FILE,
     PROGRESS_FILE,
     RESULT_FILE,
     TIMELINE_FILE,
     Job,
     RunResult,
+    Trained,
     capture_fake,
     error_file,
     job_repair,
@@ -190,6 +193,8 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
     # Each rank reports itself what its own device lacks.
     check_precision(plan)
     check_repair(plan, job_repair(job))
+    if isinstance(plan, Plan) and plan.exchange.policy:
+        _check_policy_run(plan, job)
     plan = with_clipping(plan, job.clip_norm)
     if job.checkpoint is not None and not job.resume and (found := find_newest(Path(job.checkpoint))) is not None:
         raise RunError(
@@ -197,8 +202,9 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
         )
     if isinstance(plan, Plan):
         check_runnable(plan)
-        compute_orders(plan)
-        _check_steps(plan, job)
+        if not plan.exchange.policy:
+            compute_orders(plan)
+            _check_steps(plan, job)
     if plan.workload.kind != "training":
         _refuse_training(job)
     on_drives = isinstance(plan, Plan) and plan.offload.optimizer == "nvme"
@@ -221,6 +227,26 @@ def _refuse_training(job: Job) -> None:
     }
     if lost := [name for name, value in given.items() if value is not None]:
         raise PlanError(f"{job.plan} is for inference, which does not train. Leave out {' and '.join(lost)}.")
+
+
+def _check_policy_run(plan: Plan, job: Job) -> None:
+    """Raise PlanError for options that runs under an exchange policy do not have, and as `check_policy`."""
+    given = {
+        "--repair": job.repair,
+        "--clip-norm": job.clip_norm,
+        "--checkpoint": job.checkpoint,
+    }
+    if lost := [name for name, value in given.items() if value is not None]:
+        raise PlanError(
+            f"{job.plan} follows the exchange policy {plan.exchange.policy}, whose runs have no {' and '.join(lost)}. "
+            "Leave it out."
+        )
+    if choose_device(plan, job.device) != "cpu":
+        raise PlanError(
+            f"{job.plan} follows the exchange policy {plan.exchange.policy}, whose runs compute on processors only. "
+            "Give --device cpu."
+        )
+    check_policy(plan, job.num_steps)
 
 
 def _check_steps(plan: Plan, job: Job) -> None:
@@ -261,7 +287,8 @@ def claimed(folder: Path, job: Job) -> Iterator[None]:
             _check_writable(path)
         for path in for_states:
             check_folder(path)
-        for path in (folder / TIMELINE_FILE, folder / RESULT_FILE, *map(Path, filter(None, [job.save_model]))):
+        results = (folder / name for name in (TIMELINE_FILE, RESULT_FILE, DECISIONS_FILE))
+        for path in (*results, *map(Path, filter(None, [job.save_model]))):
             refuse_replacing(path)
         yield
     finally:
@@ -282,7 +309,8 @@ def _check_writable(folder: Path) -> None:
 def _keep_results(scratch: Path, folder: Path) -> RunResult:
     result = read_document(RunResult, scratch / RESULT_FILE)
     timeline = (scratch / TIMELINE_FILE).read_text(encoding="utf-8")
-    return write_results(folder, timeline, result)
+    decisions = (scratch / DECISIONS_FILE).read_text(encoding="utf-8") if result.decisions else None
+    return write_results(folder, Trained(result, timeline, decisions))
 
 
 def _start_again(job: Job) -> str:
@@ -402,7 +430,7 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
 
     with claimed(folder, job) if is_first else contextlib.nullcontext():
         try:
-            timeline, result = train_job(job, report, sink)
+            trained = train_job(job, report, sink)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -411,9 +439,7 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
             raise RunError(f"Rank {process} ran out of memory: {what}. {advice}") from None
         dist.barrier()
         dist.destroy_process_group()
-        if timeline is None:
-            return None
-        return write_results(folder, timeline, result)
+        return None if trained.timeline is None else write_results(folder, trained)
 
 
 def leave(code: int) -> None:

@@ -193,6 +193,11 @@ def prepare(
     captured or the capture computes something else, RunError if a host or its drives lack room for offloaded states.
     """
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
+    if isinstance(plan, Plan) and plan.exchange.policy:
+        raise PlanError(
+            f"The plan follows the exchange policy {plan.exchange.policy}, under which ranks take their steps at "
+            "different times. Start it with `meshwright run`, or plan without --exchange."
+        )
     if compiled is not None:
         plan = with_compiled(plan, compiled)
     rank, own_device = join_group(choose_device(plan, device))

@@ -18,7 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from meshwright.measurement import is_out_of_memory
 from meshwright.planner import predict_step_interval
 from meshwright.report import SlowRank, explain_difference, explain_stragglers, find_stragglers
 from meshwright.runtime import choose_device, join_group
-from meshwright.simulator import form_teams, simulate_plan
+from meshwright.simulator import form_teams, number_steps, simulate_plan
 from meshwright.simulator.scenarios import apply_scenario
 from meshwright.spec import (
     EventSink,
@@ -54,6 +54,7 @@ from meshwright.training.job import (
     CompiledLayers,
     Job,
     RunResult,
+    Trained,
     error_file,
     job_repair,
     load_source,
@@ -61,6 +62,7 @@ from meshwright.training.job import (
     make_optimizer,
     write_results,
 )
+from meshwright.training.policy_run import train_by_policy
 from meshwright.training.trainer import Trainer, prepare
 
 
@@ -362,17 +364,19 @@ def _run(job: Job, folder: Path) -> None:
             progress.write(json.dumps(row) + "\n")
             progress.flush()
 
-        timeline, result = train_job(job, report, _Written(write))
-    if timeline is not None:
-        write_results(folder, timeline, result)
+        trained = train_job(job, report, _Written(write))
+    if trained.timeline is not None:
+        write_results(folder, trained)
 
 
-def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) -> tuple[str | None, RunResult]:
-    """Train (or infer) on this rank; return the measured timeline as JSON text (None except on rank 0), and results.
+def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) -> Trained:
+    """Train (or infer) on this rank; return its results.
 
     ``report`` is called on rank 0 after every step; ``events`` receives the progress of compiling on rank 0.
     """
     plan = job.read_plan()
+    if isinstance(plan, Plan) and plan.exchange.policy:
+        return _train_by_policy(job, plan, report, events)
     join_group(choose_device(plan, job.device))
     source = load_source(plan, job.seed)
     trainer = prepare(
@@ -431,7 +435,41 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
         first_recorded=first_recorded,
         compiled=compiled,
     )
-    return text, result
+    return Trained(result, text)
+
+
+def _train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], events: EventSink) -> Trained:
+    """Train as `train_job` under the plan's exchange policy. Losses become known at the end."""
+
+    def note(step: int, samples_per_s: float) -> None:
+        report(StepFacts(step, (), 0, samples_per_s))
+
+    decided, losses = train_by_policy(job, plan, note, events)
+    result = RunResult(
+        plan=job.plan,
+        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
+        step_seconds=(),
+        timeline="",
+    )
+    if decided is None:
+        return Trained(result)
+    timeline = number_steps(decided.timeline(), job.num_steps)
+    seconds = timeline.step_seconds().tolist()
+    report(StepFacts(job.num_steps, tuple(losses), job.num_steps, plan.workload.global_batch / seconds[-1]))
+    first = job.num_steps - job.num_recorded_steps if job.first_recorded is None else job.first_recorded
+    first = max(first, 0)
+    recorded = timeline.between(first, first + job.num_recorded_steps)
+    return Trained(
+        replace(result, step_seconds=tuple(seconds), first_recorded=first, gradients=_count_gradients(decided.state)),
+        dump_json(encode_document(recorded)),
+        dump_json(encode_document(decided.log)),
+    )
+
+
+def _count_gradients(state: Any) -> dict[str, int]:
+    """Return the counts of gradients that the last state of a controller has; those of several servers added up."""
+    counts = {name: getattr(state, name, None) for name in ("applied", "dropped", "abandoned")}
+    return {name: int(np.sum(count)) for name, count in counts.items() if count is not None}
 
 
 def gather_compiled(trainer: Trainer) -> CompiledLayers | None:

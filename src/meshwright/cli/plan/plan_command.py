@@ -16,15 +16,25 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
 from rich.text import Text
 
-from meshwright.cli.exchanges import load_order
+from meshwright.cli.exchanges import is_policy, load_order
 from meshwright.cli.model_arguments import Mode, graphs_of, planned_target, refuse_experts
 from meshwright.cli.output import note, terminal_sink
 from meshwright.cli.placements import placement_tables, rank_rows
-from meshwright.cli.plan.plan_output import PlanFiles, PlanPlaces, exchange_best, files_to_write, order_best, put_plans
+from meshwright.cli.plan.plan_output import (
+    PlanFiles,
+    PlanPlaces,
+    exchange_best,
+    files_to_write,
+    follow_policy,
+    order_best,
+    put_plans,
+)
 from meshwright.cli.plan.plan_request import PlanRequest
 from meshwright.cli.planning import (
+    SAMPLES_PER_DEVICE,
     as_written,
     choose_batch,
     choose_precision,
@@ -34,7 +44,7 @@ from meshwright.cli.planning import (
     recall_measurements,
     recall_software,
 )
-from meshwright.cli.requests import as_command
+from meshwright.cli.requests import as_command, options_of
 from meshwright.cli.schedules import check_orders
 from meshwright.cli.written_pages import page_path
 from meshwright.spec import (
@@ -280,6 +290,86 @@ def remark_on_schedules() -> str:
 GraphFor = Callable[[int], "Graph"]
 
 
+# What an exchange policy leaves no choice of, by the name of the option's field.
+_OF_REPLICAS: dict[str, Any] = {
+    "stages": 1,
+    "schedule": ["1f1b"],
+    "tensor": [1],
+    "sequence_parallel": False,
+    "context": [1],
+    "expert": [1],
+    "zero": [0],
+    "shard": None,
+    "recompute": ["none"],
+    "offload": ["none"],
+    "precision": "float32",
+    "grad_dtype": None,
+    "tf32": False,
+    "compiled": False,
+    "inference": False,
+    "rewrite": False,
+    "find_orders": None,
+    "shares": False,
+    "microbatch_size": None,
+}
+
+
+def for_replicas(request: PlanRequest) -> tuple[PlanRequest, GradientExchange]:
+    """Return the request for one whole replica on each device that computes under an exchange policy, and the exchange.
+
+    Raises BadParameter for options that ask for something else, and as `with_policy`.
+    """
+    from meshwright.program.controllers import with_policy
+
+    assert request.exchange is not None
+    if request.form() == "from":
+        raise typer.BadParameter(
+            f"--exchange {request.exchange} needs a plan of its own. Leave --from out, and give the batch and options."
+        )
+    fields = {option.field: option.name for option in options_of(PlanRequest).values()}
+    asked = [
+        fields[name]
+        for name, only in _OF_REPLICAS.items()
+        if fields[name] in request.given and getattr(request, name) not in (only, ())
+    ]
+    if asked or len(request.ranks or ()) > 1:
+        raise typer.BadParameter(
+            f"--exchange {request.exchange} trains one whole replica in float32 on each device. Leave out "
+            f"{' and '.join(asked or ['all --ranks but one'])}."
+        )
+    exchange = with_policy(request.exchange, (request.ranks or [request.machine.num_ranks])[0])
+    num_replicas = (request.ranks or [request.machine.num_ranks])[0] - len(exchange.servers)
+    batch = choose_batch(
+        request.batch,
+        request.tokens,
+        request.model,
+        request.machine,
+        graphs_of(request.model, request.sizes, mode="training"),
+    )
+    if request.batch is None and request.tokens is None:
+        batch = SAMPLES_PER_DEVICE * num_replicas
+    if batch % num_replicas:
+        nearest = [
+            each for each in (batch // num_replicas * num_replicas, -(-batch // num_replicas) * num_replicas) if each
+        ]
+        raise typer.BadParameter(
+            f"A global batch of {batch} samples does not divide among the {num_replicas} replicas of --exchange "
+            f"{request.exchange}; the nearest is {' or '.join(map(str, nearest))}."
+        )
+    values = _OF_REPLICAS | {"microbatch_size": [batch // num_replicas], "ranks": [num_replicas]}
+    return replace(request, batch=batch, tokens=None, **values), exchange
+
+
+def read_exchange(request: PlanRequest) -> tuple[PlanRequest, Callable[..., tuple[Plans, list[str]]] | None]:
+    """Return the request that ``--exchange`` leaves, and what changes the best plan afterwards; None without it."""
+    if request.exchange is None:
+        return request, None
+    if not is_policy(request.exchange):
+        return request, partial(exchange_best, order=load_order(request.exchange))
+    request, exchange = for_replicas(request)
+    return request, partial(follow_policy, exchange=exchange)
+
+
 def run_plan(request: PlanRequest) -> None:
     """Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight."""
     # A wrong cluster raises before a model is fetched or captured.
@@ -302,7 +392,7 @@ def run_plan(request: PlanRequest) -> None:
         )
     page = page_path(request.html, request.open_browser, "plan")
     check_orders(request.find_orders)
-    own_exchange = None if request.exchange is None else load_order(request.exchange)
+    request, exchanged = read_exchange(request)
     try:
         with terminal_sink(request.as_json) as events, _rare_collections():
             found = _replan(request, events) if request.form() == "from" else find_plans(request, events)
@@ -321,8 +411,8 @@ def run_plan(request: PlanRequest) -> None:
     if request.find_orders is not None:
         plans, said = order_best(plans, found.graph_for, found.cost, request)
         remarks += said
-    if own_exchange is not None:
-        plans, said = exchange_best(plans, found.graph_for, found.cost, request, own_exchange)
+    if exchanged is not None:
+        plans, said = exchanged(plans, found.graph_for, found.cost, request)
         remarks += said
     if request.compiled:
         remarks += _why_eager(plans, found.graph_for)

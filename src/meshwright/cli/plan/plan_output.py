@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.planner import Plans, Shares
     from meshwright.simulator import OwnOrder
+    from meshwright.spec import GradientExchange
 
 
 def place_ops(request: PlanRequest) -> None:
@@ -247,6 +248,35 @@ def exchange_best(
         f"{format_seconds(best.step_time_s)} in buckets."
     )
     return replace(plans, ranked=(first, *plans.ranked[1:])), [said]
+
+
+def follow_policy(
+    plans: Plans,
+    graph_for: Callable[[int], Graph],
+    cost: CostModel,
+    request: PlanRequest,
+    exchange: GradientExchange,
+) -> tuple[Plans, list[str]]:
+    """Let the replicas of the best plan follow an exchange policy; return this plan alone, and remarks.
+
+    The controller is simulated, so that one that waits for ever or breaks a rule is refused here.
+    """
+    from meshwright.planner import evaluate_plan
+
+    best = plans.best
+    graph = graph_for(best.plan.microbatch_size)
+    followed = replace(best.plan, exchange=exchange)
+    found = evaluate_plan(followed, graph, cost.cluster, cost, memory=request.memory)
+    price = best.price and best.price.at(found.step_time_s)
+    first = replace(found, price=price, interval=plans.predict_interval(followed))
+    servers = f" Rank {exchange.servers[0]} holds the parameters." if exchange.servers else ""
+    said = (
+        f"Under the exchange policy {exchange.policy}, a step takes {format_seconds(found.step_time_s)}, with sums of "
+        f"all gradients {format_seconds(best.step_time_s)}: {found.samples_per_s:,.1f} and "
+        f"{best.samples_per_s:,.1f} samples per second whose gradients are used.{servers} Policies gain where replicas "
+        "are slow at times: compare them with `meshwright simulate --scenario`."
+    )
+    return replace(plans, ranked=(first,), front=(first,), bound_s=0.0, notes=()), [said]
 
 
 def put_plans(

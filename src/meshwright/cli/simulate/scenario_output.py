@@ -69,7 +69,7 @@ def follow_scenario(
         make_table,
     )
     from meshwright.simulator import simulate_plan
-    from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, simulate_scenario
+    from meshwright.simulator.scenarios import apply_scenario, simulate_scenario, steps_under_jitter
     from meshwright.spec import Plan
     from meshwright.spec.used_devices import used_of
 
@@ -96,7 +96,7 @@ def follow_scenario(
                 "`--detail ops` shows ops at their typical times; leave --detail out in a scenario with jitter."
             )
         cost = apply_scenario(usual, scenario)
-        noisy = JitteredSteps(plan, graph, cost, scenario, contention=contention).timeline(num_steps)
+        noisy = steps_under_jitter(plan, graph, cost, scenario, contention=contention).timeline(num_steps)
         result = replace(result, simulated=noisy, fold=None)
         facts["steps"] = rows = outcome.steps.rows()
         seeds, steps = outcome.steps.seconds.shape

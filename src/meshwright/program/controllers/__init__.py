@@ -6,11 +6,13 @@
 `PartialReduce`   the first ready workers average their gradients
 
 Each of them extends an empty program, ``ProgramBuilder(controller.num_ranks).build(...)``, and ends after the number
-of versions or iterations that it was given.
+of versions or iterations that it was given. `make_controller` makes the one that a plan's exchange names, or the user's
+own.
 """
 
 from meshwright.program.controllers.backup_workers import BackupWorkers, StoppedBackups
 from meshwright.program.controllers.bounded_delay import BoundedDelay
 from meshwright.program.controllers.partial_reduce import PartialReduce
+from meshwright.program.controllers.policies import make_controller, with_policy
 
-__all__ = ["BackupWorkers", "BoundedDelay", "PartialReduce", "StoppedBackups"]
+__all__ = ["BackupWorkers", "BoundedDelay", "PartialReduce", "StoppedBackups", "make_controller", "with_policy"]

@@ -16,20 +16,33 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import TCPStore
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.decided import read_answer
 from meshwright.program.issuing import Filed, IssueBook
-from meshwright.spec import AllReduce, DeadlockError, ProgramError, Receive, RunError, Send
+from meshwright.spec import (
+    AllReduce,
+    DeadlockError,
+    Instruction,
+    ProgramError,
+    Receive,
+    RunError,
+    Send,
+    Stream,
+    Timeline,
+)
 from meshwright.spec.control import Controller, Decision, Ended, Event, Rang, Started
 from meshwright.spec.decision_log import DecisionLog, make_log
-from meshwright.spec.instructions import instruction_row
+from meshwright.spec.instructions import STREAM_NAMES, instruction_row
 
 REPORTS = "reports"
 # The streams of a rank; data that others send to it arrive in one more. Abandoned handles, signs of life and the end
@@ -64,19 +77,57 @@ def pop(store: TCPStore, name: str) -> Any:
             time.sleep(_LEAST_S)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decided:
-    """The decisions of a controlled run, and the controller's last state."""
+    """The decisions of a controlled run, and the controller's last state.
+
+    ``start_ps``: when each issued instruction was dispatched, by handle; ``log.end_ps``: when its end was reported.
+    """
 
     log: DecisionLog
     state: Any
+    start_ps: NDArray[np.int64]
+
+    def timeline(self) -> Timeline:
+        """Return the measured timeline, in which all spans are of step 0."""
+        issued, none = self.log.issued, np.zeros(0, np.int64)
+        keys = self.log.rank.astype(np.int64) * len(STREAM_NAMES) + self.log.stream
+        tracks, track = np.unique(keys, return_inverse=True)
+        order = np.argsort(keys, kind="stable")
+        names = ("opcode", "stage", "microbatch", "peer", "num_bytes")
+        return Timeline(
+            origin="measured",
+            num_ranks=self.log.num_ranks,
+            tracks=tuple(
+                Stream(rank=rank, name=STREAM_NAMES[place])
+                for rank, place in (divmod(key, len(STREAM_NAMES)) for key in tracks.tolist())
+            ),
+            track=track[order].astype(np.int32),
+            **{name: getattr(issued, name)[order] for name in names},
+            step=np.zeros(len(order), np.int32),
+            start_ps=self.start_ps[order],
+            end_ps=self.log.end_ps[order],
+            memory_rank=none.astype(np.int32),
+            memory_time_ps=none,
+            memory_bytes=none,
+        )
 
 
 class Decider:
     """Calls a controller on the events of ``num_ranks`` ranks until no instruction runs and no timer is left."""
 
-    def __init__(self, controller: Controller[Any], num_ranks: int, store: TCPStore, timeout_s: float) -> None:
+    def __init__(
+        self,
+        controller: Controller[Any],
+        num_ranks: int,
+        store: TCPStore,
+        timeout_s: float,
+        on_end: Callable[[Instruction], None] | None = None,
+    ) -> None:
         self._controller, self._num_ranks, self._timeout_s = controller, num_ranks, timeout_s
+        self._on_end = on_end
+        # When each instruction was dispatched, and when its end was reported, by handle.
+        self._start_ps, self._end_ps = list[int](), list[int]()
         self._store, self._clock = connect(store), _Clock(connect(store), num_ranks, timeout_s)
         self._book = IssueBook(ProgramBuilder(num_ranks).build(schedule="controlled", plan_hash=""))
         self._state: Any = None
@@ -96,7 +147,7 @@ class Decider:
         self._dropped: set[int] = set()
         self._unused: defaultdict[int, set[int]] = defaultdict(set)
         self._receives: dict[int, int] = {}
-        self._num_timers = 0
+        self._num_timers = self._last_ps = 0
 
     def run(self) -> Decided:
         """Decide until the end, and wait until the other ranks have heard of it.
@@ -107,7 +158,7 @@ class Decider:
         try:
             self._clock.start()
             self._state = self._controller.initial
-            self._decide(Started(next_handle=0))
+            self._decide(Started(next_handle=0), 0)
             if not self._filed and not self._num_timers:
                 raise ProgramError(
                     "The controller decided nothing at the start, after which nothing can happen. Expected a first "
@@ -131,7 +182,11 @@ class Decider:
         self._store.set_timeout(timedelta(seconds=self._timeout_s))
         for _ in range(self._num_ranks - 1):
             pop(self._store, ENDED)
-        return Decided(log=make_log(self._num_ranks, 0, self._decided), state=self._state)
+        return Decided(
+            log=make_log(self._num_ranks, 0, self._decided, self._end_ps),
+            state=self._state,
+            start_ps=np.array(self._start_ps, np.int64),
+        )
 
     def _next_report(self) -> dict[str, Any]:
         """Wait for a report. Raises RunError if an instruction runs longer than the limit."""
@@ -158,7 +213,7 @@ class Decider:
             raise RunError(f"Rank {report['rank']} of the controlled run failed: {report['error']}")
         if "timer" in report:
             self._num_timers -= 1
-            self._decide(Rang(next_handle=self._book.next_handle, number=report["timer"]))
+            self._decide(Rang(next_handle=self._book.next_handle, number=report["timer"]), self._moment_ps())
         elif "handle" in report:
             filed = self._filed[report["handle"]]
             del self._running[_key(filed)]
@@ -169,23 +224,32 @@ class Decider:
     def _end(self, filed: Filed) -> None:
         """Record an end, let the controller decide, and dispatch what waited for it."""
         self._ended[filed.handle] = len(self._ended)
+        self._end_ps[filed.handle] = now_ps = self._moment_ps()
+        if self._on_end is not None:
+            self._on_end(filed.issue.instruction)
         if isinstance(filed.issue.instruction, Receive) and (send := self._send_of(filed.handle)) not in self._used:
             self._unused[filed.issue.rank].add(send)
             self._receives[send] = filed.handle
         if filed.issue.watched:
             rank, instruction = filed.issue.rank, filed.issue.instruction
             event = Ended(next_handle=self._book.next_handle, handle=filed.handle, rank=rank, instruction=instruction)
-            self._decide(event)
+            self._decide(event, now_ps)
         for key in dict.fromkeys((_key(filed), *self._waiting[filed.handle])):
             self._advance(key)
 
-    def _decide(self, event: Event) -> None:
-        now_ps = self._clock.now_ps()
+    def _moment_ps(self) -> int:
+        """Return the time, later than that of the event before, so that the order of events is that of their times."""
+        self._last_ps = max(self._clock.now_ps(), self._last_ps + 1)
+        return self._last_ps
+
+    def _decide(self, event: Event, now_ps: int) -> None:
         self._state, decision = read_answer(self._controller.decide(self._state, event, now_ps))
         filed = self._book.file(decision, now_ps)
         self._decided.append((event, now_ps, decision))
         for item in filed:
             self._filed.append(item)
+            self._start_ps.append(0)
+            self._end_ps.append(0)
             self._check(item)
             self._queues[_key(item)].append(item)
             for handle in item.waits:
@@ -233,6 +297,7 @@ class Decider:
         queue.popleft()
         for handle in filed.waits:
             self._waiting[handle].remove(key)
+        self._start_ps[filed.handle] = self._clock.now_ps()
         if filed.handle in self._abandoned:
             self._done.append(filed)
             return

@@ -59,7 +59,7 @@ class Replica:
                 self._backward(work, microbatch)
             case OptimizerStep():
                 reduced, self._reduced = self._reduced, None
-                self._step(torch.stack(work.arrived).mean(0) if work.arrived else reduced)
+                self._step(_mean(work.arrived) if work.arrived else reduced)
             case _:
                 raise ProgramError(f"A replica cannot run {work.instruction}; expected forwards, backwards, updates.")
 
@@ -121,3 +121,11 @@ class Replica:
             for parameter, part in zip(self._parameters, gradient.split(sizes), strict=True):
                 parameter.grad = part.view_as(parameter)
             self._optimizer.step()
+
+
+def _mean(arrived: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the mean of the tensors, shape (N,) each, in place of the first."""
+    total, *others = arrived
+    for other in others:
+        total += other
+    return total.div_(len(arrived))

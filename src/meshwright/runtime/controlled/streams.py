@@ -98,14 +98,17 @@ def run_controlled(
     store: TCPStore,
     deciding: int = 0,
     timeout_s: float = 300.0,
+    on_end: Callable[[Instruction], None] | None = None,
 ) -> Decided | None:
     """Take part in a controlled run as one of ``num_ranks`` ranks; all ranks call this together.
 
     ``store`` connects the ranks, and is used by one run only; the process that holds it outlives the others, or is the
-    deciding one. The rank ``deciding`` calls the controller and returns its decisions; the others return None. Raises
-    ProgramError for ranks that do not fit the controller; RunError if a rank fails, if an instruction runs longer than
-    ``timeout_s``, or if the deciding rank gives no sign of life for as long; on the deciding rank ProgramError or
-    DeadlockError for decisions that break a rule.
+    deciding one. The rank ``deciding`` calls the controller and returns its decisions; the others return None. It calls
+    ``on_end`` with each instruction that has ended.
+
+    Raises ProgramError for ranks that do not fit the controller; RunError if a rank fails, if an instruction runs
+    longer than ``timeout_s``, or if the deciding rank gives no sign of life for as long; on the deciding rank
+    ProgramError or DeadlockError for decisions that break a rule.
     """
     uses = getattr(controller, "num_ranks", num_ranks)
     if uses != num_ranks or not 0 <= deciding < num_ranks:
@@ -116,7 +119,7 @@ def run_controlled(
     streams = _RankStreams(actor, rank, store, timeout_s)
     streams.start()
     if rank == deciding:
-        decided = Decider(controller, num_ranks, store, timeout_s).run()
+        decided = Decider(controller, num_ranks, store, timeout_s, on_end).run()
         streams.join()
         return decided
     streams.join()

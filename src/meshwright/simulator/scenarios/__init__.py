@@ -3,7 +3,7 @@
 `apply_scenario`      returns the cost model of the machines as a scenario changes them
 `simulate_scenario`   simulates a plan in a scenario and returns all figures
 `sweep_cases`         simulates a grid of values of parameters of plan and scenario
-`JitteredSteps`       simulates many steps with random times, for several seeds
+`steps_under_jitter`  simulates many steps with random times, for several seeds
 """
 
 from meshwright.simulator.scenarios.long_run import JitteredSteps, StepTimes, has_jitter
@@ -25,11 +25,13 @@ from meshwright.simulator.scenarios.parameters import (
     read_parameter,
     read_values,
 )
+from meshwright.simulator.scenarios.policy_steps import PolicySteps, steps_under_jitter
 
 __all__ = [
     "MAX_CASES",
     "JitteredSteps",
     "Parameter",
+    "PolicySteps",
     "Replan",
     "ScenarioOutcome",
     "StepTimes",
@@ -44,5 +46,6 @@ __all__ = [
     "read_parameter",
     "read_values",
     "simulate_scenario",
+    "steps_under_jitter",
     "sweep_cases",
 ]

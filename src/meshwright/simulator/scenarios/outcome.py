@@ -15,9 +15,10 @@ from meshwright.simulator.engine import Contention
 from meshwright.simulator.many import run_places
 from meshwright.simulator.plan_simulation import simulate_plan
 from meshwright.simulator.scenarios.forecast import Forecast, forecast_run, is_about_runs
-from meshwright.simulator.scenarios.long_run import NUM_SEEDS, JitteredSteps, StepTimes, has_jitter
+from meshwright.simulator.scenarios.long_run import NUM_SEEDS, StepTimes, has_jitter
 from meshwright.simulator.scenarios.machines import apply_scenario
 from meshwright.simulator.scenarios.parameters import MAX_CASES, Parameter, Value, change_case
+from meshwright.simulator.scenarios.policy_steps import steps_under_jitter
 from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Cluster, Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError, suggest
 from meshwright.spec.scenario import Price, Scenario
@@ -156,7 +157,7 @@ def simulate_scenario(
     result = result or simulate_plan(plan, graph, cost.cluster, cost=cost, contention=contention)
     steps, factor = None, 1.0
     if has_jitter(scenario):
-        steps = JitteredSteps(plan, graph, cost, scenario, contention=contention).time_steps(num_seeds=num_seeds)
+        steps = steps_under_jitter(plan, graph, cost, scenario, contention=contention).time_steps(num_seeds=num_seeds)
         factor = steps.rows()["mean_s"] / result.step_time_s
     run = None
     if is_about_runs(scenario) or run_steps is not None:

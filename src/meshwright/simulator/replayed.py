@@ -1,0 +1,125 @@
+"""Replay the log of a run on real ranks in the simulator (`replay_measured`): each end at the time of the real one.
+
+The simulator starts an instruction when the instruction before it in its stream has ended, its waits are satisfied and
+it was issued; all of these times are in the log. So an instruction gets the duration from there to its real end, which
+includes all delays of dispatching and reporting. A computation that was abandoned ended when its rank noticed. Ranks of
+a collective report its end one after the other; in the simulation it ends with the first report.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program import ProgramBuilder
+from meshwright.program.issuing import IssueBook
+from meshwright.simulator.controlled import ControlledRun, simulate_controlled
+from meshwright.simulator.program_costs import bare_costs
+from meshwright.spec import ProgramError
+from meshwright.spec.control import Controller, Decision, Event, Timer
+from meshwright.spec.decision_log import DecisionLog, check_decision
+
+
+def replay_measured(controller: Controller[Any], log: DecisionLog) -> ControlledRun:
+    """Let a controller decide on simulated events at the times of a real run; return the simulated run.
+
+    ``log`` is that of `runtime.controlled.Decided`. Raises ProgramError if an event, its time or a decision differs
+    from the log, and for the log of a simulated run.
+    """
+    program = ProgramBuilder(log.num_ranks).build(schedule="controlled", plan_hash="")
+    duration_ps, class_of = _durations(log)
+    costs = bare_costs(program, duration_ps)
+    following = _AsLogged(controller, log)
+    run = simulate_controlled(program, costs, following, lambda _, handle: (class_of[handle], -1))
+    if run.state[0] < log.num_decisions:
+        raise ProgramError(
+            f"The simulation of the log ended after {run.state[0]} of {log.num_decisions} decisions. Give the log and "
+            "the controller of one run."
+        )
+    return replace(run, state=run.state[1])
+
+
+class _AsLogged:
+    """A controller that is checked against a log; its state is (number of decisions, the controller's state)."""
+
+    def __init__(self, controller: Controller[Any], log: DecisionLog) -> None:
+        self._controller, self._log = controller, log
+        self.initial = (0, controller.initial)
+        self._rung = defaultdict[int, deque[int]](deque)
+        for event, now_ps, _ in log.decisions():
+            if (number := getattr(event, "number", None)) is not None:
+                self._rung[number].append(now_ps)
+
+    def decide(self, state: tuple[int, Any], event: Event, now_ps: int) -> tuple[tuple[int, Any], Decision]:
+        """Return what the controller decides, as it happened: timers ring late, abandoned computations end late."""
+        index, own = state
+        logged = None
+        if index < self._log.num_decisions:
+            logged = self._log.event(index), int(self._log.now_ps[index])
+        if logged != (event, now_ps):
+            raise ProgramError(
+                f"Event {index} of the simulation is {event} at {now_ps} ps; the log has "
+                f"{'no more events' if logged is None else f'{logged[0]} at {logged[1]} ps'}. Give the log of a "
+                "run on real ranks as it was written."
+            )
+        own, decision = self._controller.decide(own, event, now_ps)
+        check_decision(index, event, decision, self._log.decision(index))
+        timers = tuple(
+            Timer(
+                at_ps=self._rung[timer.number].popleft() if self._rung[timer.number] else timer.at_ps,
+                number=timer.number,
+            )
+            for timer in decision.timers
+        )
+        return (index + 1, own), replace(decision, timers=timers, abandon=())
+
+
+def _durations(log: DecisionLog) -> tuple[NDArray[np.int64], list[int]]:
+    """Return the duration of each handle in ps, and the handle whose duration it takes: that of its collective's first.
+
+    Raises ProgramError if the ends are not those of the log.
+    """
+    if len(log.end_ps) != log.issued.num_instructions or log.num_instructions:
+        raise ProgramError(
+            f"The log has ends of {len(log.end_ps)} of {log.issued.num_instructions} issued instructions, and "
+            f"{log.num_instructions} instructions of a program's body; expected the log of a run on real ranks, with "
+            "all ends and no body. Simulate other logs with `simulate_controlled`."
+        )
+    book = IssueBook(ProgramBuilder(log.num_ranks).build(schedule="controlled", plan_hash=""))
+    filed, issued_ps = [], list[int]()
+    for _, now_ps, decision in log.decisions():
+        filed += book.file(decision, now_ps)
+        issued_ps += [now_ps] * len(decision.issues)
+    # When the simulation ends an instruction: all ranks of a collective end with the first.
+    ends: list[int] = log.end_ps.tolist()
+    members = defaultdict[int, list[int]](list)
+    for item in filed:
+        if item.collective >= 0:
+            members[item.collective].append(item.handle)
+    for handles in members.values():
+        first_ps = min(ends[handle] for handle in handles)
+        for handle in handles:
+            ends[handle] = first_ps
+    free_ps, start_ps = defaultdict[int, int](int), list[int]()
+    for item, from_ps in zip(filed, issued_ps, strict=True):
+        waited = sorted(ends[handle] for handle in item.waits)
+        need = len(waited) if item.issue.need is None else item.issue.need
+        start_ps.append(max(from_ps, free_ps[item.stream], waited[need - 1] if need else 0))
+        free_ps[item.stream] = ends[item.handle]
+    class_of = [item.handle for item in filed]
+    for handles in members.values():
+        latest_ps = max(start_ps[handle] for handle in handles)
+        for handle in handles:
+            start_ps[handle], class_of[handle] = latest_ps, handles[0]
+    duration_ps = np.array(ends, np.int64) - np.array(start_ps, np.int64)
+    if (duration_ps < 0).any():
+        place = int(duration_ps.argmin())
+        raise ProgramError(
+            f"{filed[place].issue.instruction} of rank {filed[place].issue.rank} ended before it could begin. Give the "
+            "log of a run on real ranks as it was written."
+        )
+    return duration_ps, class_of

@@ -1,0 +1,98 @@
+"""`run` under exchange policies: losses, weights and decisions of real ranks, and what such runs do not have."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.program.controllers import make_controller, with_policy
+from meshwright.simulator import replay_measured
+from meshwright.simulator.policy_simulation import parameter_bytes
+from meshwright.spec import (
+    Plan,
+    PlanError,
+    StagePlan,
+    Timeline,
+    Workload,
+    load_shipped_graph,
+    read_document,
+    write_document,
+)
+from meshwright.spec.decision_log import DecisionLog
+from meshwright.training import Job, check_losses, refuse_unchecked, run_plan
+from meshwright.zoo import load_model
+
+pytestmark = pytest.mark.distributed
+STEPS = 5
+
+
+def plan_under(policy, devices=3):
+    graph, exchange = load_shipped_graph("gpt-tiny"), with_policy(policy, devices)
+    count = devices - len(exchange.servers)
+    return Plan(
+        model="gpt-tiny",
+        graph_hash=graph.content_hash,
+        cluster=f"{devices}xcpu",
+        workload=Workload(global_batch=2 * count),
+        stages=(StagePlan(start=0, stop=len(graph.layers), ranks=tuple(range(count))),),
+        num_microbatches=count,
+        exchange=exchange,
+    )
+
+
+def job_of(folder, policy, devices=3, **options):
+    plan = write_document(plan_under(policy, devices), folder / "plan.json")
+    return Job(plan=str(plan), num_steps=STEPS, num_recorded_steps=2, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("policy", "devices"), [("backup:0", 3), ("partial:2", 2)])
+def test_with_all_gradients_a_run_has_the_losses_of_one_process(tmp_path, policy, devices, warm_ranks):
+    job = job_of(tmp_path, policy, devices, save_model=str(tmp_path / "model.pt"))
+    result = run_plan(job, tmp_path / "out")
+    assert check_losses(job, result) < 1e-4
+    saved, made = torch.load(tmp_path / "model.pt", weights_only=True), load_model("gpt-tiny").model.state_dict()
+    assert saved.keys() == made.keys()
+    assert any(not torch.equal(saved[name], made[name]) for name in made)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["backup:1", "delay:1"])
+def test_the_decisions_of_a_run_are_those_of_the_simulator(tmp_path, policy, warm_ranks):
+    result = run_plan(job_of(tmp_path, policy), tmp_path / "out")
+    assert len(result.losses) == len(result.step_seconds) == STEPS
+    assert all(math.isfinite(loss) for loss in result.losses)
+    log, timeline = read_document(DecisionLog, result.decisions), read_document(Timeline, result.timeline)
+    size = parameter_bytes(load_shipped_graph("gpt-tiny"))
+    controller = make_controller(plan_under(policy).exchange, 2, STEPS, size)
+    assert replay_measured(controller, log).log.issued.num_instructions == log.issued.num_instructions
+    assert timeline.origin == "measured"
+    assert timeline.num_ranks == 3
+    assert timeline.step_seconds() == pytest.approx(result.step_seconds[-2:])
+    used = 1 if policy == "backup:1" else 2
+    assert result.gradients["applied"] == used * STEPS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": 1.0}, "whose runs have no --clip-norm"),
+        ({"checkpoint": "kept"}, "whose runs have no --checkpoint"),
+    ],
+)
+def test_what_such_runs_do_not_have_is_refused(tmp_path, options, message):
+    with pytest.raises(PlanError, match=message):
+        run_plan(job_of(tmp_path, "backup:1", **options), tmp_path / "out")
+
+
+def test_losses_of_some_gradients_are_not_checked(tmp_path):
+    with pytest.raises(PlanError, match="the exchange policy backup:1, under which updates take only some"):
+        refuse_unchecked(job_of(tmp_path, "backup:1"))
+
+
+def test_ranks_that_step_by_themselves_do_not_prepare(tmp_path):
+    from meshwright.training import prepare
+
+    with pytest.raises(PlanError, match="under which ranks take their steps at different times"):
+        prepare(None, None, None, None, plan=replace(plan_under("backup:1"), model="other"))
