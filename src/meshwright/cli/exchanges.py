@@ -1,4 +1,4 @@
-"""The option ``--exchange``: `simulate` compares methods of gradient reduction, `plan` reads a policy or your own order.
+"""The option ``--exchange``: `simulate` compares methods of gradient reduction, `plan` reads a policy or your order.
 
 A part is a piece of a gradient bucket that is reduced by itself.
 """
