@@ -60,8 +60,8 @@ def test_a_slow_path_is_a_class_at_both_ends():
 
 
 def test_shares_fit_on_the_cores():
-    assert rank_shares(SHARED_NICS, 2) == [0.45] * 4
-    assert rank_shares(SLOW_NODE, 2) == [0.45, 0.45, 0.45, 0.225]
+    assert rank_shares(SHARED_NICS, 2) == [0.4] * 4
+    assert rank_shares(SLOW_NODE, 2) == [0.4, 0.4, 0.4, 0.2]
     assert rank_shares(SLOW_NODE, 64) == [1, 1, 1, 0.5]
 
 

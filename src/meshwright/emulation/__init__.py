@@ -9,6 +9,5 @@ enter         starts a rank inside of its namespace and cgroup
 """
 
 from meshwright.emulation.lab import Emulated, Lab, check_emulation, num_cores_here, open_lab
-from meshwright.emulation.layout import full_share
 
-__all__ = ["Emulated", "Lab", "check_emulation", "full_share", "num_cores_here", "open_lab"]
+__all__ = ["Emulated", "Lab", "check_emulation", "num_cores_here", "open_lab"]

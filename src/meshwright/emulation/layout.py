@@ -178,12 +178,12 @@ def plan_layout(cluster: Cluster) -> LabLayout:
 
 
 def rank_shares(cluster: Cluster, num_cores: int) -> list[float]:
-    """Return each rank's share of a core, so that all of them fit on 90 % of ``num_cores``.
+    """Return each rank's share of a core, so that all of them fit on 80 % of ``num_cores``.
 
-    A device with a ``slowdown`` gets that much less than `full_share`. Raises ClusterError if the shares are too small
-    to compute anything.
+    A device without a ``slowdown`` gets at most one core, the same whatever others use. Raises ClusterError if the
+    shares are too small to compute anything.
     """
-    whole = full_share(cluster, num_cores)
+    whole = min(1.0, _USABLE * num_cores / cluster.num_ranks)
     shares = [whole / cluster.device_kind(rank).slowdown for rank in range(cluster.num_ranks)]
     if min(shares) < MIN_SHARE:
         raise ClusterError(
@@ -194,13 +194,9 @@ def rank_shares(cluster: Cluster, num_cores: int) -> list[float]:
     return shares
 
 
-def full_share(cluster: Cluster, num_cores: int) -> float:
-    """Return the share of a core of a device without a ``slowdown``: at most one core, the same whatever others use."""
-    return min(1.0, _USABLE * num_cores / cluster.num_ranks)
-
-
-# The rest is for the launcher, the kernel's queues and everything else on the machine.
-_USABLE = 0.9
+# The rest is for the launcher, the kernel's queues and everything else on the machine. Ranks of 90 % in all got less
+# than their quotas.
+_USABLE = 0.8
 MIN_SHARE = 0.02
 
 

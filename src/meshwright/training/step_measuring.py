@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, flatten_batch, part
 from meshwright.cost.memory import backend_of
-from meshwright.emulation import Emulated, full_share, num_cores_here, open_lab
-from meshwright.measurement import DEFAULT_SIZES, OpSource, measure_links, measure_machine
+from meshwright.emulation import Emulated, num_cores_here, open_lab
+from meshwright.measurement import DEFAULT_SIZES, OpSource, RankContext, measure_links, measure_machine, run_ranks
 from meshwright.records import Records, concat_records, from_measurements
 from meshwright.runtime import measure_overhead
 from meshwright.spec import Cluster, ClusterError, EventSink, Measurements, NullSink
@@ -35,6 +37,8 @@ Sizes = tuple[tuple[str, int], ...]
 _EMULATED_SIZES = (16, 2**16, 2**19, 2**22)
 _EMULATED_S = 150.0
 _EMULATED_TIMEOUT_S = 900.0
+# Quotas work in periods of 5 to 100 ms, of which this is a multiple.
+_PASSES_S, _LEAST_PASSES = 10.0, 3
 
 
 def measure_here(
@@ -78,13 +82,19 @@ def measure_emulated(
 ) -> Records:
     """Measure a model on a cluster emulated on this host: its ops, the optimizers, and every collective.
 
-    The collectives are timed on the emulated links, by ranks under their quotas. The ops are timed without quotas, and
-    their times are divided by a device's share of a core: an op alone may fit into what a period allows, and would
-    show nothing of the quota. The other arguments are those of `measure_here`. Raises ClusterError for nodes of unequal
-    numbers of devices, for devices of several kinds and for GPUs, and the errors of `open_lab` and `measure_here`.
+    The collectives are timed on the emulated links, by ranks under their quotas. The ops are timed without quotas,
+    because an op alone may fit into what a period allows, and would show nothing of the quota. Their times are divided
+    by the speed of whole passes of the model under quotas, on all ranks at once, relative to passes without quotas: it
+    is less than the share of a core, as ranks that take turns on a core evict each other's caches. The other arguments
+    are those of `measure_here`. Raises ClusterError for nodes of unequal numbers of devices, for devices of several
+    kinds and for GPUs, and the errors of `open_lab` and `measure_here`.
     """
     device = _only_kind(cluster)
     emulated = Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks)))
+    cores = num_cores_here()
+    passes = partial(
+        run_ranks, _time_passes, reference, sizes, max(microbatch_sizes, default=1), timeout_s=_EMULATED_TIMEOUT_S
+    )
     with tempfile.TemporaryDirectory(prefix="meshwright-measure-") as scratch, open_lab(emulated, Path(scratch)) as lab:
         lab.start_clock()
         links = measure_links(
@@ -96,7 +106,8 @@ def measure_emulated(
             events=events,
             prepare=lab.enter,
         )
-    cores = num_cores_here()
+        shared_s = passes(num_ranks=cluster.num_ranks, prepare=lab.enter)
+    alone_s = passes(num_ranks=min(cores, cluster.num_ranks))
     table = measure_here(
         reference,
         microbatch_sizes,
@@ -106,13 +117,36 @@ def measure_emulated(
         transfer_sizes=(),
         events=events,
     )
-    ops, share = from_measurements(table), full_share(cluster, cores)
-    source = f"{table.conditions}; divided by {share:.3g}, the share of a core on emulated cluster {cluster.name}"
-    ops = replace(ops, seconds=ops.seconds / share, source=np.full(len(ops), source, object))
+    slowdowns = [cluster.device_kind(rank).slowdown for rank in range(cluster.num_ranks)]
+    speed = np.mean(alone_s) * np.mean(np.array(slowdowns) / np.array(shared_s))
+    source = f"{table.conditions}; divided by {speed:.3g}, the speed on emulated cluster {cluster.name}"
+    ops = from_measurements(table)
+    ops = replace(ops, seconds=ops.seconds / speed, source=np.full(len(ops), source, object))
     source = f"{links.source[0]}; emulated cluster {cluster.name}"
     links = replace(links, source=np.full(len(links), source, object))
     found = concat_records([ops, links])
     return replace(found, device=np.full(len(found), device, object))
+
+
+def _time_passes(_context: RankContext, reference: str | None, sizes: Sizes, batch_size: int) -> float:
+    """Return the seconds of a pass (forward and backward) of a model, on all ranks at once, over some seconds.
+
+    Without a model, a pass is a matrix product and a chain of elementwise ops.
+    """
+    if reference is None:
+        left, right = torch.randn(512, 512, requires_grad=True), torch.randn(512, 512)
+        loss_of: Callable[[], torch.Tensor] = lambda: torch.tanh(left @ right).sum()
+    else:
+        options: dict[str, Any] = dict(sizes)
+        loss_of = load_model(reference, batch_size=batch_size, **options).compute_loss
+    loss_of().backward()
+    count = 0
+    dist.barrier()
+    start = time.perf_counter()
+    while (taken_s := time.perf_counter() - start) < _PASSES_S or count < _LEAST_PASSES:
+        loss_of().backward()
+        count += 1
+    return taken_s / count
 
 
 def _only_kind(cluster: Cluster) -> str:
