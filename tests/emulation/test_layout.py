@@ -96,7 +96,7 @@ def test_what_the_kernel_cannot_do_is_refused(cluster, message):
 
 
 def test_shares_that_are_too_small_are_refused():
-    with pytest.raises(ClusterError, match=r"200 devices; on the 2 cores here the slowest would have 0.90% of a core"):
+    with pytest.raises(ClusterError, match=r"200 devices; on the 2 cores here the slowest would have 0\.80% of a core"):
         rank_shares(cluster_of((200, 1)), 2)
 
 

@@ -39,10 +39,10 @@ OwnExchangeOption = Annotated[
     typer.Option(
         "--exchange",
         metavar="POLICY",
-        help="Let a policy decide in the run which gradients an update takes: backup:B (the first, without the last "
-        "B), stopped-backup:B (which stops them), delay:S (each alone; replicas are at most S steps apart), partial:P "
-        "(of the first P replicas that are ready), or your own controller, file.py:Class. Or send the gradients of the "
-        "best plan in your own order: a function that orders their parts, file.py:function.",
+        help="Let a policy decide in the run which gradients an update takes: backup:B (the first n - B of n), "
+        "stopped-backup:B (which stops the late replicas), delay:S (each as it arrives; replicas are at most S steps "
+        "apart), partial:P (those of the first P ready replicas), or your own controller, file.py:Class. Or send the "
+        "gradients of the best plan in your own order: a function that orders their parts, file.py:function.",
     ),
 ]
 

@@ -44,6 +44,11 @@ def load_measurements_of(job: Job, table: Path, *, calibrate: bool, num_recorded
     cannot use the table.
     """
     document = job.read_plan()
+    if calibrate and isinstance(document, Plan) and document.exchange.policy:
+        raise typer.BadParameter(
+            f"--calibrate was given for a plan with the exchange policy {document.exchange.policy}, whose measured "
+            "times contain those of dispatching. Run a plan without a policy to calibrate."
+        )
     if calibrate and isinstance(document, Plan) and document.compiled:
         raise typer.BadParameter(
             "--calibrate corrects times of single ops, which compiled layers do not have. Run with --no-compile to "
@@ -373,7 +378,7 @@ def run(
         raise typer.BadParameter(f"--learning-rate {learning_rate:g} is not a positive number; give one above 0.")
     chosen = traced_ranks(trace, trace_ranks)
     if chosen is not None:
-        check_ranks(chosen, read_document(Plan, plan).num_ranks)
+        check_ranks(chosen, read_document(Plan, plan).num_tracks)
     job = Job(
         plan=str(plan.resolve()),
         num_steps=steps,
@@ -395,6 +400,10 @@ def run(
     if measurements is not None:
         # Errors of the table are raised before anything is trained.
         load_measurements_of(job, measurements, calibrate=calibrate, num_recorded=num_recorded)
+    if dry and (policy := getattr(getattr(job.read_plan(), "exchange", None), "policy", "")):
+        raise typer.BadParameter(
+            f"--dry runs the fixed program of a plan; the exchange policy {policy} decides in the run. Leave out --dry."
+        )
     if dry:
         print_dry_run(job, process or 0, as_json)
         return

@@ -338,7 +338,7 @@ def rank_simulation(
     """
     busy = [rank.busy_s for rank in simulation.ranks]
     busiest = busy.index(max(busy))
-    limits = tuple(memory_limit(cluster, rank, memory or MemoryLimit()) for rank in range(plan.num_ranks))
+    limits = tuple(memory_limit(cluster, rank, memory or MemoryLimit()) for rank in range(len(simulation.memory)))
     peaks = [use.total_bytes for use in simulation.memory]
     if only_fitting and not all(node.fits for node in simulation.nodes):
         reserved = tuple(peaks)

@@ -58,7 +58,7 @@ def price_plan(plan: Plan, step_time_s: float, cluster: Cluster, prices: Scenari
         currency=priced[1],
         per_hour=priced[0],
         per_step=per_step,
-        per_million_samples=1e6 * per_step / plan.workload.global_batch,
+        per_million_samples=1e6 * per_step / (plan.workload.global_batch * plan.used_share),
     )
 
 

@@ -57,6 +57,7 @@ def replan(
     the result is deterministic. Raises NoFeasiblePlanError if no plan fits into memory, PlanError if the plan is of
     another graph.
     """
+    _refuse_policy(plan)
     graph = graph_for(plan.microbatch_size)
     if plan.graph_hash != graph.content_hash:
         raise PlanError(
@@ -109,6 +110,14 @@ def replan(
     return search_plans(problem, replanning, limits or Limits(max_plans=4, deadline_s=DEADLINE_S))
 
 
+def _refuse_policy(plan: Plan) -> None:
+    if plan.exchange.policy:
+        raise PlanError(
+            f"The plan follows the exchange policy {plan.exchange.policy}, which is not kept on other machines. Plan "
+            "for them with --exchange, or start from a plan without a policy."
+        )
+
+
 def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
     """Return the step time in seconds of the best new plan on the machines of a cost model; None if no plan fits.
 
@@ -116,6 +125,7 @@ def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
     are those of ``plan``; a graph that was captured for one microbatch size keeps it. The search is exact slicing of
     the whole graph, which takes longer than `replan`.
     """
+    _refuse_policy(plan)
     count = cost.cluster.num_ranks
     for num_devices in dict.fromkeys((count, 2 ** (count.bit_length() - 1))):
         try:

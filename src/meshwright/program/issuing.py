@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.spec import Program, ProgramError, Receive, Section, Send
+from meshwright.spec import AllReduce, Program, ProgramError, Receive, Section, Send
 from meshwright.spec.control import Decision, Issue
 from meshwright.spec.instructions import INSTRUCTIONS, SENDS, STREAM_NAMES, Collective, Payload
 
@@ -230,3 +230,21 @@ def _messages(section: Section) -> set[_Message]:
     sends = np.flatnonzero(np.isin(section.opcode, SENDS))
     columns = (column[sends].tolist() for column in (section.stage, section.peer, section.microbatch, section.opcode))
     return {(stage, peer, mb, _PAYLOADS[opcode]) for stage, peer, mb, opcode in zip(*columns, strict=True)}
+
+
+def check_for_ranks(issue: Issue) -> None:
+    """Raise ProgramError for an issue that simulated controllers may make and real ranks cannot run."""
+    instruction, group = issue.instruction, issue.group
+    is_sum = isinstance(instruction, AllReduce)
+    if issue.stream not in ("compute", "send", "receive", "exchange") or (issue.stream == "exchange" and not is_sum):
+        raise ProgramError(
+            f"{instruction} is not run under a controller; expected computations, sends, receives and all-reduces. "
+            "Simulate such a controller."
+        )
+    if isinstance(instruction, Send | Receive) and not (
+        len(group) == len(set(group)) == 2 and issue.rank == group[isinstance(instruction, Receive)]
+    ):
+        raise ProgramError(
+            f"{instruction} was issued to rank {issue.rank} with the group {group}; expected two ranks, (sender, "
+            "receiver)."
+        )

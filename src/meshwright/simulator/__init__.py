@@ -23,7 +23,7 @@ from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange, sta
 from meshwright.simulator.many import simulate_plans
 from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.plan_simulation import DETAILS, Detail, simulate_plan
-from meshwright.simulator.policy_simulation import check_policy, number_steps
+from meshwright.simulator.policy_simulation import check_policy, number_steps, steady_window
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, bare_costs
 from meshwright.simulator.program_estimate import estimate_program
 from meshwright.simulator.rank_allocation import RankAllocation, allocate_rank, predict_reserved
@@ -81,4 +81,5 @@ __all__ = [
     "simulate_program",
     "stage_times",
     "steady_rows",
+    "steady_window",
 ]

@@ -26,10 +26,11 @@ from meshwright.simulator.network import Network
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, check_costs
 from meshwright.simulator.simulate import MAX_UNROLLED, SimulatedRun, begin_receives, record_run
 from meshwright.simulator.unroll import Unrolled, routes_of_collectives, unroll
-from meshwright.spec import DeadlockError, Instruction, Program, ProgramError, Timeline
+from meshwright.spec import DeadlockError, Instruction, Program, ProgramError, Timeline, to_seconds
 from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, Rang, Started
 from meshwright.spec.decision_log import DecisionLog, Replay, make_log
 from meshwright.spec.instructions import STREAM_NAMES
+from meshwright.spec.units import MOST_PICOSECONDS
 
 # Cost of an issue: from the issue and its handle to its cost class and route (-1: none) in the costs.
 EstimateIssue = Callable[[Issue, int], tuple[int, int]]
@@ -208,6 +209,11 @@ class _IssuedCosts:
             return self._scaled[filed.collective]
         # A link is held for at least 1 ps.
         own_ps = max(round(usual_ps * scale_issue(filed.issue)), 1)
+        if own_ps > MOST_PICOSECONDS:
+            raise ProgramError(
+                f"{filed.issue.instruction} takes {to_seconds(own_ps):.3g} s, more than a simulation can hold "
+                f"({to_seconds(MOST_PICOSECONDS):.0f} s). Give smaller factors."
+            )
         if filed.collective >= 0:
             self._scaled[filed.collective] = own_ps
         return own_ps

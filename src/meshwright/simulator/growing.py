@@ -79,6 +79,7 @@ class GrowingNetwork:
         self._stream_of: dict[int, int] = {}
         # Instructions whose class is theirs alone: scaled and abandoned ones.
         self._own: set[int] = set()
+        self._num_classes = len(network.class_ps)
         self._num_body_collectives = self._num_collectives = len(network.collective_size)
         slots, events = len(self._joins.slot_after), 0
         self._used = _Sizes(self._count, num_waits, slots, events, self._num_collectives, 0)
@@ -222,9 +223,11 @@ class GrowingNetwork:
         self._give_class(i, took_ps)
 
     def _give_class(self, i: int, own_ps: int) -> None:
-        network = self._network
-        network.cost_class[i] = len(network.class_ps)
-        self._network = network._replace(class_ps=np.append(network.class_ps, own_ps))
+        self._num_classes += 1
+        if self._num_classes > len(self._network.class_ps):
+            self._network = _longer(self._network, 2 * self._num_classes, "class_ps")
+        self._network.class_ps[self._num_classes - 1] = own_ps
+        self._network.cost_class[i] = self._num_classes - 1
         self._own.add(i)
 
     def _issue(self, estimated: Sequence[IssueCost], release_ps: int) -> None:

@@ -71,7 +71,6 @@ from meshwright.spec import (
     suggest,
     to_seconds,
 )
-from meshwright.spec.exchange import read_policy
 from meshwright.spec.instructions import COMPUTATIONS
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -414,9 +413,11 @@ def _sum_up(
 ) -> Simulation:
     step_time_s = outcome.step_time_s
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
+    if isinstance(plan, Plan) and plan.exchange.policy:
+        stands = range(plan.num_devices)
     ranks = tuple(outcome.seconds[rank] for rank in stands)
     mfu, hfu = _utilisation(plan, graph, cluster, step_time_s, sharding)
-    num_samples = plan.workload.global_batch * sharding.expert * _used_share(plan)
+    num_samples = plan.workload.global_batch * sharding.expert * (plan.used_share if isinstance(plan, Plan) else 1.0)
     return Simulation(
         simulated=outcome.timeline,
         simulated_ops=ops,
@@ -430,13 +431,6 @@ def _sum_up(
         mfu=mfu,
         hfu=hfu,
     )
-
-
-def _used_share(plan: Plan | Placement) -> float:
-    """Return the share of a step's samples whose gradients are used; a user's exchange policy counts as using all."""
-    policy = read_policy(plan.exchange.policy) if isinstance(plan, Plan) and plan.exchange.policy else None
-    num_replicas = 1 if policy is None else len(plan.stages[0].ranks)
-    return 1.0 if policy is None else policy.num_used(num_replicas) / num_replicas
 
 
 def program_of(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Program:

@@ -12,9 +12,8 @@ steps: the first ones fill connections and queues, in the last ones some replica
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import combinations
 from math import comb
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 from meshwright.cost import CostModel
 from meshwright.program import ProgramBuilder
 from meshwright.program.controllers import make_controller
+from meshwright.program.issuing import check_for_ranks
 from meshwright.simulator.controlled import ControlledRun, ScaleIssue, simulate_controlled
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.program_costs import ProgramCosts, SectionCosts, bare_costs
@@ -41,13 +41,16 @@ from meshwright.spec import (
     Timeline,
     format_count,
 )
-from meshwright.spec.control import Issue
+from meshwright.spec.control import Controller, Issue
+from meshwright.spec.exchange import read_policy
 from meshwright.spec.instructions import STREAM_NAMES, instruction_row
-from meshwright.spec.memory import OPTIMIZER
+from meshwright.spec.memory import OPTIMIZER, RECEIVED
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
-# Steps that show the steady time of a step, and groups of one size that are estimated together.
-POLICY_STEPS, _MANY_GROUPS = 24, 5000
+# Steps that show the steady time of a step; the most groups of one size that are estimated.
+POLICY_STEPS, MOST_GROUPS = 24, 20_000
+# Steps of a user's own policy that are simulated before a run.
+CHECKED_STEPS = 200
 
 
 def parameter_bytes(graph: Graph) -> int:
@@ -66,19 +69,19 @@ def run_policy(
     cost: CostModel,
     num_steps: int = POLICY_STEPS,
     *,
+    catalogue: Catalogue | None = None,
     scale_issue: ScaleIssue | None = None,
     contention: Contention = "queued",
 ) -> tuple[ControlledRun, Timeline]:
     """Simulate ``num_steps`` steps of a plan with an exchange policy; return the run, and its timeline in steps.
 
-    ``scale_issue``: as for `simulate_controlled`. Raises the errors of `make_controller` and `simulate_controlled`, and
-    ProgramError if the controller does not issue the same number of updates in every step.
+    ``catalogue``: that of earlier runs of the plan with the same costs; ``scale_issue``: as for `simulate_controlled`.
+    Raises the errors of `make_controller` and `simulate_controlled`, and ProgramError if the controller does not issue
+    the same number of updates in every step.
     """
-    workers = len(plan.stages[0].ranks)
-    controller = make_controller(plan.exchange, workers, num_steps, parameter_bytes(graph))
-    num_ranks = plan.num_devices
-    program = ProgramBuilder(num_ranks).build(schedule="controlled", plan_hash="")
-    catalogue = _Catalogue(plan, graph, cost, num_ranks)
+    controller = _controller_of(plan, num_steps, parameter_bytes(graph))
+    program = ProgramBuilder(plan.num_devices).build(schedule="controlled", plan_hash="")
+    catalogue = catalogue or Catalogue(plan, graph, cost)
     while True:
         try:
             run = simulate_controlled(
@@ -95,33 +98,57 @@ def run_policy(
             return run, number_steps(run.timeline, num_steps)
 
 
-def number_steps(timeline: Timeline, num_steps: int) -> Timeline:
+def _controller_of(plan: Plan, num_steps: int, num_bytes: int) -> Controller[Any]:
+    """Return the controller of a plan. Raises ProgramError if it uses other ranks than the plan has."""
+    workers = len(plan.stages[0].ranks)
+    controller = make_controller(plan.exchange, workers, num_steps, num_bytes)
+    num_ranks = getattr(controller, "num_ranks", workers)
+    if num_ranks != plan.num_devices:
+        raise ProgramError(
+            f"The exchange policy {plan.exchange.policy} uses {num_ranks} ranks for {num_steps} steps of {workers} "
+            f"replicas; the plan has {plan.num_devices}. Let `num_ranks` depend on `num_workers` only, and plan again."
+        )
+    return controller
+
+
+def number_steps(timeline: Timeline, num_steps: int, *, strict: bool = True) -> Timeline:
     """Return the timeline of ``num_steps`` steps under a controller with the step of each span, by its end.
 
-    Raises ProgramError if the updates are not the same number in every step.
+    Raises ProgramError unless the number of updates is a multiple of the number of steps; if not ``strict``, the rest
+    belongs to the last step.
     """
     updates = np.sort(timeline.end_ps[timeline.opcode == Opcode.OPTIMIZER_STEP])
     each, rest = divmod(len(updates), num_steps)
-    if rest or not each:
+    if (rest and strict) or not each:
         raise ProgramError(
             f"The exchange policy issued {format_count(len(updates), 'update')} in "
             f"{format_count(num_steps, 'step')}; expected the same number of updates in every step, at least one. Let "
             "the controller issue them until all steps are done."
         )
-    step = np.searchsorted(updates[each - 1 :: each], timeline.end_ps).clip(max=num_steps - 1)
+    step = np.searchsorted(updates[each - 1 :: each][:num_steps], timeline.end_ps).clip(max=num_steps - 1)
     return replace(timeline, step=step.astype(np.int32))
 
 
 def check_policy(plan: Plan, num_steps: int, num_bytes: int = 0) -> int:
-    """Simulate a plan's exchange policy for a run without its graph; return the number of updates in a step.
+    """Return the number of updates in a step of a plan's exchange policy; simulate a user's own policy first.
 
-    ``num_bytes``: bytes of all parameters. Each computation takes a second, messages take no time. Raises as
-    `run_policy`, so a controller that waits for ever, breaks a rule or issues nothing is found before ranks start.
+    ``num_bytes``: bytes of all parameters. At most `CHECKED_STEPS` steps are simulated: each computation takes a
+    second, messages take no time. Raises as `run_policy`, so a controller that never finishes, breaks a rule or issues
+    nothing is found before ranks start.
     """
-    controller = make_controller(plan.exchange, len(plan.stages[0].ranks), num_steps, num_bytes)
+    policy = read_policy(plan.exchange.policy)
+    if policy is not None:
+        return policy.updates_per_step(len(plan.stages[0].ranks))
+    num_steps = min(num_steps, CHECKED_STEPS)
+    controller = _controller_of(plan, num_steps, num_bytes)
+
+    def estimate(issue: Issue, _handle: int) -> tuple[int, int]:
+        check_for_ranks(issue)
+        return int(issue.stream == "compute"), -1
+
     program = ProgramBuilder(plan.num_devices).build(schedule="controlled", plan_hash="")
     costs = bare_costs(program, [0, PICOSECONDS_PER_SECOND])
-    run = simulate_controlled(program, costs, controller, lambda issue, _: (int(issue.stream == "compute"), -1))
+    run = simulate_controlled(program, costs, controller, estimate)
     timeline = number_steps(run.timeline, num_steps)
     return int((timeline.opcode == Opcode.OPTIMIZER_STEP).sum()) // num_steps
 
@@ -142,10 +169,11 @@ _ONCE: dict[str, Any] = {"stage": 0, "microbatch": 0, "version": 0}
 _Key = tuple[int, tuple[int, ...], int]
 
 
-class _Catalogue:
+class Catalogue:
     """The costs of the instructions that a controller issues; unknown ones are noted, and estimated by `renew`."""
 
-    def __init__(self, plan: Plan, graph: Graph, cost: CostModel, num_ranks: int) -> None:
+    def __init__(self, plan: Plan, graph: Graph, cost: CostModel) -> None:
+        num_ranks = plan.num_devices
         stage = replace(plan.stages[0], ranks=tuple(range(num_ranks)))
         size = plan.microbatch_size
         # The plan with sums, in which each rank computes, too; so a rank for the parameters holds them.
@@ -156,13 +184,16 @@ class _Catalogue:
             workload=replace(plan.workload, global_batch=size * num_ranks),
         )
         self._graph, self._cost, self._num_ranks = graph, cost, num_ranks
-        self._servers = plan.exchange.servers
+        self._servers, self._policy = plan.exchange.servers, plan.exchange.policy
+        # A rank for the parameters keeps the gradients of an update until all of them have arrived.
+        self._kept_bytes = round(plan.used_share * len(plan.stages[0].ranks)) * parameter_bytes(graph)
         self._transfers: dict[_Key, Issue] = {}
         self._found: dict[_Key, tuple[int, int]] = {}
         self.costs = self.renew()
 
     def estimate(self, issue: Issue, _handle: int) -> tuple[int, int]:
         """Return class and route of an issue. Raises `_UnknownCostError` for one that is not known yet."""
+        check_for_ranks(issue)
         key = _key(issue)
         if key not in self._found:
             self._note(key, issue)
@@ -193,6 +224,7 @@ class _Catalogue:
             # Only the rank for the parameters updates them.
             workers = [rank for rank in range(self._num_ranks) if rank not in self._servers]
             resident[workers, OPTIMIZER] = 0
+            resident[list(self._servers), RECEIVED] += self._kept_bytes
         self.costs = replace(
             costs,
             host_ps=np.zeros_like(costs.host_ps),
@@ -204,14 +236,20 @@ class _Catalogue:
     def _note(self, key: _Key, issue: Issue) -> None:
         """Note an instruction, and with it those of other ranks that are alike."""
         opcode, ranks, num_bytes = key
-        groups: Iterable[tuple[int, ...]]
+        groups: set[tuple[int, ...]] = {ranks}
         if isinstance(issue.instruction, Send | Receive):
-            groups = permutations(range(self._num_ranks), 2)
-        elif comb(self._num_ranks, len(ranks)) <= _MANY_GROUPS:
-            groups = combinations(range(self._num_ranks), len(ranks))
+            for server in self._servers:
+                others = (rank for rank in range(self._num_ranks) if rank != server)
+                groups |= {(other, server) if server == ranks[1] else (server, other) for other in others}
+        elif (count := comb(self._num_ranks, len(ranks))) <= MOST_GROUPS:
+            groups |= set(combinations(range(self._num_ranks), len(ranks)))
         else:
-            groups = (ranks,)
-        for group in groups:
+            raise ProgramError(
+                f"The exchange policy {self._policy} sums gradients of {len(ranks)} of {self._num_ranks} replicas, "
+                f"which may be {count:,} groups; at most {MOST_GROUPS:,} are simulated. Choose smaller groups, or "
+                "fewer replicas."
+            )
+        for group in sorted(groups):
             rank = group[1] if isinstance(issue.instruction, Receive) else group[0]
             self._transfers[opcode, group, num_bytes] = replace(issue, rank=rank, group=group)
 

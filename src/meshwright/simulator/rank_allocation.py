@@ -142,7 +142,8 @@ def predict_reserved(
             continue
         mine = plan.stages_of(rank)
         if mine not in known:
-            known[mine] = max(map(unused, mine))
+            # A rank that only holds parameters runs no ops.
+            known[mine] = max(map(unused, mine), default=0)
         reserved[rank] = peak + known[mine]
     return tuple(reserved)
 

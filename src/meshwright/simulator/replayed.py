@@ -101,6 +101,12 @@ def _durations(log: DecisionLog) -> tuple[NDArray[np.int64], list[int]]:
         if item.collective >= 0:
             members[item.collective].append(item.handle)
     for handles in members.values():
+        if watched := [handle for handle in handles if filed[handle].issue.watched]:
+            raise ProgramError(
+                f"The controller watches {filed[watched[0]].issue.instruction} on rank {filed[watched[0]].issue.rank}. "
+                "Its ranks report its end at different times, which a simulation does not have, so the run cannot be "
+                "replayed. Watch what follows the all-reduce instead."
+            )
         first_ps = min(ends[handle] for handle in handles)
         for handle in handles:
             ends[handle] = first_ps

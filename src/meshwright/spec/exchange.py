@@ -94,10 +94,10 @@ _POLICY_FORMS = "backup:B, stopped-backup:B, delay:S, partial:P or partial:P:T"
 class ExchangePolicy:
     """Which gradients an update takes, decided in the run.
 
-    ``backup``: the first n - ``number`` of n; late gradients are dropped. ``stopped-backup``: the same, but late
-    replicas are stopped. ``delay``: each as it arrives; a replica is at most ``number`` steps ahead of the slowest.
-    ``partial``: those of the first ``number`` ready replicas, for these replicas; ``bridge_after`` groups have to
-    connect all replicas (0: never).
+    ``backup``: the mean of the first n - ``number`` of n; late gradients are dropped. ``stopped-backup``: the same, but
+    late replicas are stopped. ``delay``: each as it arrives; a replica is at most ``number`` steps ahead of the
+    slowest. ``partial``: the mean of those of the first ``number`` ready replicas, for these replicas;
+    ``bridge_after`` groups have to connect all replicas (0: never).
     """
 
     kind: PolicyKind
@@ -108,6 +108,10 @@ class ExchangePolicy:
     def num_servers(self) -> int:
         """Number of ranks that only update and send parameters."""
         return 0 if self.kind == "partial" else 1
+
+    def updates_per_step(self, num_replicas: int) -> int:
+        """Return the number of updates in a step, of all ranks that update."""
+        return 1 if self.kind in ("backup", "stopped-backup") else num_replicas
 
     def num_used(self, num_replicas: int) -> int:
         """Return the number of gradients of a step that are used."""
@@ -336,7 +340,7 @@ def _check_policy(exchange: GradientExchange) -> None:
     if not own.is_plain or own.staleness:
         raise PlanError(
             f"The exchange policy {exchange.policy} was given with {own.describe_changes()}; a policy exchanges all "
-            "gradients of a replica at once. Leave the other settings out."
+            "gradients of a replica at once. Leave out the other settings."
         )
     if policy is not None and len(exchange.servers) != policy.num_servers:
         raise PlanError(

@@ -222,6 +222,11 @@ class Plan:
         return max(self.num_ranks, *(server + 1 for server in self.exchange.servers), 0) * self.sharding.width
 
     @property
+    def num_tracks(self) -> int:
+        """Number of ranks in a timeline: those with stages, and those that are only parameter servers."""
+        return self.num_devices // self.sharding.width
+
+    @property
     def devices(self) -> tuple[int, ...]:
         """The devices that take part, by their numbers in the cluster."""
         idle = frozenset(self.idle)
@@ -279,6 +284,12 @@ class Plan:
     def without_policy(self) -> Plan:
         """Return the plan in which replicas sum their gradients instead of following an exchange policy."""
         return replace(self, exchange=DEFAULT_EXCHANGE) if self.exchange.policy else self
+
+    @property
+    def used_share(self) -> float:
+        """The share of a step's samples whose gradients are used; 1 for a user's own exchange policy."""
+        policy, count = read_policy(self.exchange.policy) if self.exchange.policy else None, len(self.stages[0].ranks)
+        return 1.0 if policy is None else policy.num_used(count) / count
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the indices of the stages on a rank, ascending; at least one."""
@@ -433,7 +444,7 @@ def _check_schedule(plan: Plan) -> None:
         )
 
 
-# Without stages they are the same.
+# With one stage and one microbatch for each replica they are the same.
 _PLAIN_SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -452,11 +463,12 @@ def _check_policy(plan: Plan) -> None:
         "compiled layers": plan.compiled,
         "devices left out": bool(plan.idle),
         "shares of replicas": bool(stage.shares),
+        "an input pipeline (`workload.loader`)": plan.workload.loader is not None,
     }
     if found := [name for name, is_there in extras.items() if is_there]:
         raise PlanError(
             f"The exchange policy {plan.exchange.policy} was given for a plan with {' and '.join(found)}; expected "
-            "training of whole replicas in float32. Leave the policy out, or plan with --exchange, which chooses such "
+            "training of whole replicas in float32. Leave out the policy, or plan with --exchange, which chooses such "
             "a plan."
         )
     if plan.num_microbatches != num_replicas:
@@ -470,10 +482,10 @@ def _check_policy(plan: Plan) -> None:
             f"The exchange policy {plan.exchange.policy} was given for {num_replicas} replicas; expected a number of "
             f"at most {most}. Give a smaller number, or more devices."
         )
-    if set(plan.exchange.servers) & set(stage.ranks):
+    if plan.exchange.servers not in ((), (num_replicas,)):
         raise PlanError(
-            f"The servers {list(plan.exchange.servers)} of the exchange policy {plan.exchange.policy} train as well; "
-            "expected ranks beyond those of the replicas."
+            f"The exchange policy {plan.exchange.policy} was given with the servers {list(plan.exchange.servers)} for "
+            f"{num_replicas} replicas; expected at most one, rank {num_replicas}."
         )
 
 

@@ -18,7 +18,7 @@ from meshwright.spec.errors import DocumentError
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.instructions import Opcode, instruction_name
 from meshwright.spec.program import MAX_IDLE_RANKS, Stream
-from meshwright.spec.units import PICOSECONDS_PER_SECOND, format_bytes, format_seconds, to_seconds
+from meshwright.spec.units import format_bytes, format_seconds, to_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,9 +141,12 @@ class Timeline:
         )
 
     def between(self, first: int, stop: int) -> Timeline:
-        """Return the spans of the steps from ``first`` to before ``stop``, as steps from 0; time 0 is their start."""
+        """Return the spans of the steps from ``first`` to before ``stop``, renumbered from 0.
+
+        Time 0 is the end of the last span of earlier steps. The samples of memory are kept.
+        """
         taken = self.until(stop)
-        begin_ps = round(float(self.step_seconds()[:first].sum()) * PICOSECONDS_PER_SECOND)
+        begin_ps = int(self.end_ps[self.step < first].max(initial=0))
         chosen = taken.step >= first
         columns = ("track", "opcode", "stage", "microbatch", "peer", "step", "num_bytes", "start_ps", "end_ps")
         found = replace(taken, **{name: getattr(taken, name)[chosen] for name in columns})

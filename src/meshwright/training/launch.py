@@ -37,6 +37,7 @@ from meshwright.runtime import (
     choose_folder,
     with_clipping,
 )
+from meshwright.runtime.controlled import DECIDING_RANK_FAILED
 from meshwright.simulator import check_policy
 from meshwright.spec import (
     EventSink,
@@ -348,8 +349,9 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
 
 
 def _is_connection_error(message: str) -> bool:
-    """Whether an error is probably a consequence of another rank's death."""
-    return any(word in message for word in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+    """Whether an error is probably a consequence of another rank's death or error."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", DECIDING_RANK_FAILED)
+    return any(word in message for word in words)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ _HELP = (
     "fewer ranks on a host; `meshwright show PLAN` shows what the memory is used for."
 )
 
+_HELP_UNDER_POLICIES = "To use less memory, plan with a smaller --batch, fewer ranks on a host, or without --exchange."
+
 
 def predict_memory(plan_file: str, process: int) -> str:
     """Return a text for the user: the predicted peak memory of a process (or why it is not known), and remedies."""
@@ -34,7 +36,9 @@ def predict_memory(plan_file: str, process: int) -> str:
         known = _predict(plan_file, process)
     except (MeshwrightError, OSError) as error:
         known = f"Its memory cannot be predicted here: {error}"
-    return f"{known} {_HELP}".strip()
+    plan = read_plan(plan_file)
+    has_policy = isinstance(plan, Plan) and plan.exchange.policy
+    return f"{known} {_HELP_UNDER_POLICIES if has_policy else _HELP}".strip()
 
 
 def _predict(plan_file: str, process: int) -> str:

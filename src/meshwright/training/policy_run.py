@@ -24,7 +24,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils import _pytree as pytree
 
 from meshwright.program.controllers import make_controller
-from meshwright.runtime import choose_device, join_group, microbatch_seed
+from meshwright.runtime import COMMUNICATION_TIMEOUT, choose_device, join_group, microbatch_seed
 from meshwright.runtime.controlled import Decided, Replica, run_controlled
 from meshwright.simulator import check_policy
 from meshwright.spec import EventSink, Instruction, OptimizerStep, Plan
@@ -50,12 +50,19 @@ def train_by_policy(
         lambda parameters: make_optimizer(parameters, plan.workload.optimizer, job.learning_rate),
     )
     controller = make_controller(plan.exchange, num_workers, job.num_steps, replica.num_bytes)
-    each = check_policy(plan, job.num_steps, replica.num_bytes)
-    steps = _Steps(each, plan.workload.global_batch, report)
+    steps = None
     if rank == 0:
+        each = check_policy(plan, job.num_steps, replica.num_bytes)
+        steps = _Steps(each, plan.workload.global_batch * plan.used_share, report)
         events.progress("steps", 0, job.num_steps)
     decided = run_controlled(
-        controller, replica, rank=rank, num_ranks=dist.get_world_size(), store=_make_store(rank), on_end=steps.follow
+        controller,
+        replica,
+        rank=rank,
+        num_ranks=dist.get_world_size(),
+        store=_make_store(rank),
+        timeout_s=COMMUNICATION_TIMEOUT.total_seconds(),
+        on_end=None if steps is None else steps.follow,
     )
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, losses.computed)
@@ -103,7 +110,7 @@ class _MicrobatchLosses:
 class _Steps:
     """Counts updates on rank 0, and reports the steps that they complete."""
 
-    def __init__(self, each: int, num_samples: int, report: Callable[[int, float], None]) -> None:
+    def __init__(self, each: int, num_samples: float, report: Callable[[int, float], None]) -> None:
         self._each, self._num_samples, self._report = each, num_samples, report
         self._count, self._since = 0, time.perf_counter()
 

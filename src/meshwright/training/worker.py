@@ -33,7 +33,7 @@ from meshwright.measurement import is_out_of_memory
 from meshwright.planner import predict_step_interval
 from meshwright.report import SlowRank, explain_difference, explain_stragglers, find_stragglers
 from meshwright.runtime import choose_device, join_group
-from meshwright.simulator import form_teams, number_steps, simulate_plan
+from meshwright.simulator import form_teams, number_steps, simulate_plan, steady_window
 from meshwright.simulator.scenarios import apply_scenario
 from meshwright.spec import (
     EventSink,
@@ -255,10 +255,12 @@ def judge_run(
         usual = apply_scenario(usual, emulated.scenario, at_s)
         cluster = usual.cluster
     plan, graph, cluster, cost = form_teams(plan, graph, cluster, usual)
-    predicted = simulate_plan(plan, graph, cluster, cost=cost, num_steps=2).timeline
+    simulation = simulate_plan(plan, graph, cluster, cost=cost, num_steps=2)
+    predicted = simulation.timeline
     interval = predict_step_interval(plan, graph, cluster, cost)
     return Outcome(
-        predicted_s=float(np.median(predicted.step_seconds())),
+        # The first steps under an exchange policy are not those of a steady run.
+        predicted_s=simulation.step_time_s if plan.exchange.policy else float(np.median(predicted.step_seconds())),
         low_s=interval.low_s,
         high_s=interval.high_s,
         measured_s=float(np.median(measured.step_seconds())),
@@ -453,23 +455,31 @@ def _train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], 
     )
     if decided is None:
         return Trained(result)
-    timeline = number_steps(decided.timeline(), job.num_steps)
+    timeline = number_steps(decided.timeline(), job.num_steps, strict=False)
     seconds = timeline.step_seconds().tolist()
-    report(StepFacts(job.num_steps, tuple(losses), job.num_steps, plan.workload.global_batch / seconds[-1]))
-    first = job.num_steps - job.num_recorded_steps if job.first_recorded is None else job.first_recorded
-    first = max(first, 0)
-    recorded = timeline.between(first, first + job.num_recorded_steps)
+    num_used = plan.workload.global_batch * plan.used_share
+    report(StepFacts(job.num_steps, tuple(losses), job.num_steps, num_used / seconds[-1]))
+    # As in the simulation: the first steps fill queues, in the last ones some replicas have ended.
+    steps = steady_window(timeline)[0]
+    if job.first_recorded is not None:
+        steps = range(job.first_recorded, job.first_recorded + job.num_recorded_steps)
+    gradients = _count_gradients(decided.state)
     return Trained(
-        replace(result, step_seconds=tuple(seconds), first_recorded=first, gradients=_count_gradients(decided.state)),
-        dump_json(encode_document(recorded)),
+        replace(result, step_seconds=tuple(seconds), first_recorded=steps.start, gradients=gradients),
+        dump_json(encode_document(timeline.between(steps.start, steps.stop))),
         dump_json(encode_document(decided.log)),
     )
 
 
 def _count_gradients(state: Any) -> dict[str, int]:
     """Return the counts of gradients that the last state of a controller has; those of several servers added up."""
-    counts = {name: getattr(state, name, None) for name in ("applied", "dropped", "abandoned")}
-    return {name: int(np.sum(count)) for name, count in counts.items() if count is not None}
+    found = dict[str, int]()
+    for name in ("applied", "dropped", "abandoned"):
+        count = getattr(state, name, None)
+        parts = count if isinstance(count, tuple) else (count,)
+        if all(isinstance(part, int) for part in parts):
+            found[name] = sum(parts)
+    return found
 
 
 def gather_compiled(trainer: Trainer) -> CompiledLayers | None:

@@ -290,7 +290,7 @@ def remark_on_schedules() -> str:
 GraphFor = Callable[[int], "Graph"]
 
 
-# What an exchange policy leaves no choice of, by the name of the option's field.
+# Options that an exchange policy fixes, by the names of their fields.
 _OF_REPLICAS: dict[str, Any] = {
     "stages": 1,
     "schedule": ["1f1b"],
@@ -311,6 +311,9 @@ _OF_REPLICAS: dict[str, Any] = {
     "find_orders": None,
     "shares": False,
     "microbatch_size": None,
+    "virtual_stages": None,
+    "method": "auto",
+    "top": 1,
 }
 
 
@@ -361,7 +364,7 @@ def for_replicas(request: PlanRequest) -> tuple[PlanRequest, GradientExchange]:
 
 
 def read_exchange(request: PlanRequest) -> tuple[PlanRequest, Callable[..., tuple[Plans, list[str]]] | None]:
-    """Return the request that ``--exchange`` leaves, and what changes the best plan afterwards; None without it."""
+    """Return the request as ``--exchange`` restricts it, and the function that then changes the best plan (or None)."""
     if request.exchange is None:
         return request, None
     if not is_policy(request.exchange):

@@ -27,6 +27,7 @@ from meshwright.spec import (
     Workload,
     format_bytes,
     format_count,
+    format_money,
     format_seconds,
     write_document,
     write_text,
@@ -252,29 +253,42 @@ def exchange_best(
 
 def follow_policy(
     plans: Plans,
-    graph_for: Callable[[int], Graph],
+    _graph_for: Callable[[int], Graph],
     cost: CostModel,
     request: PlanRequest,
     exchange: GradientExchange,
 ) -> tuple[Plans, list[str]]:
     """Let the replicas of the best plan follow an exchange policy; return this plan alone, and remarks.
 
-    The controller is simulated, so that one that waits for ever or breaks a rule is refused here.
+    The controller is simulated, so that one that never finishes or breaks a rule is refused here. Raises PlanError if
+    the plan exceeds a device's memory or the budget.
     """
-    from meshwright.planner import evaluate_plan
+    from meshwright.cost.memory import backend_of
 
     best = plans.best
-    graph = graph_for(best.plan.microbatch_size)
-    followed = replace(best.plan, exchange=exchange)
-    found = evaluate_plan(followed, graph, cost.cluster, cost, memory=request.memory)
-    price = best.price and best.price.at(found.step_time_s)
-    first = replace(found, price=price, interval=plans.predict_interval(followed))
+    found = plans.evaluate(replace(best.plan, exchange=exchange))
+    first = replace(found, interval=plans.predict_interval(found.plan))
+    if not found.fits:
+        rank = found.fullest_rank
+        raise PlanError(
+            f"Under the exchange policy {exchange.policy}, rank {rank} needs "
+            f"{format_bytes(found.reserved_bytes[rank])} of the {format_bytes(found.memory_limit_bytes[rank])} that it "
+            "may reserve. Plan with a smaller --batch, or without --exchange."
+        )
+    if request.max_price is not None and found.price is not None and found.price.per_hour > request.max_price:
+        raise PlanError(
+            f"The plan uses {found.plan.num_devices} devices for {format_money(found.price.per_hour)} per hour, more "
+            f"than the {format_money(request.max_price)} that may be spent. Give fewer --ranks."
+        )
     servers = f" Rank {exchange.servers[0]} holds the parameters." if exchange.servers else ""
+    if backend_of(cost.cluster.device_kind(0)) != "cpu":
+        servers += " Runs under a policy compute on processors only: give `run` --device cpu."
     said = (
         f"Under the exchange policy {exchange.policy}, a step takes {format_seconds(found.step_time_s)}, with sums of "
-        f"all gradients {format_seconds(best.step_time_s)}: {found.samples_per_s:,.1f} and "
-        f"{best.samples_per_s:,.1f} samples per second whose gradients are used.{servers} Policies gain where replicas "
-        "are slow at times: compare them with `meshwright simulate --scenario`."
+        f"all gradients of the same {format_count(best.plan.num_ranks, 'replica')} {format_seconds(best.step_time_s)}: "
+        f"{found.samples_per_s:,.1f} and {best.samples_per_s:,.1f} samples per second whose gradients are "
+        f"used.{servers} Policies gain where replicas are occasionally slow: compare them with `meshwright simulate "
+        "--scenario`."
     )
     return replace(plans, ranked=(first,), front=(first,), bound_s=0.0, notes=()), [said]
 

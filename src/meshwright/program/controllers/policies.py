@@ -46,8 +46,17 @@ def with_policy(text: str, num_devices: int) -> GradientExchange:
     else:
         path, _ = _split(text)
         policy_hash = source_hash(read_source(path, _EXPECTED, ScheduleReferenceError))
-        own = _own(text, policy_hash, num_devices, 1, 0)
-        num_servers = getattr(own, "num_ranks", num_devices) - num_devices
+        fitting = [
+            count
+            for count in (0, 1)
+            if num_devices > count and _own(text, policy_hash, num_devices - count, 24, 4).num_ranks == num_devices
+        ]
+        if not fitting:
+            raise PlanError(
+                f"{text} uses other than {num_devices} ranks for {num_devices} workers and for {num_devices - 1}. "
+                "Expected `num_ranks` to be the number of workers, or one more for the rank with the parameters."
+            )
+        num_servers = fitting[0]
     if num_devices - num_servers < 2:
         raise PlanError(
             f"The exchange policy {text} was given for {num_devices} devices, {num_servers} of them for parameters; "
@@ -76,7 +85,7 @@ def _named(policy: ExchangePolicy, num_workers: int, num_steps: int, num_bytes: 
             )
 
 
-def _own(reference: str, known_hash: str, num_workers: int, num_steps: int, num_bytes: int) -> Controller[Any]:
+def _own(reference: str, known_hash: str, num_workers: int, num_steps: int, num_bytes: int) -> _Own:
     path, name = _split(reference)
     content = read_source(path, _EXPECTED, ScheduleReferenceError)
     if (found := source_hash(content)) != known_hash:

@@ -7,6 +7,12 @@ replica    workers and parameter servers that train a module
 
 from meshwright.runtime.controlled.deciding import Decided
 from meshwright.runtime.controlled.replica import Replica
-from meshwright.runtime.controlled.streams import Abandoned, Actor, DispatchedWork, run_controlled
+from meshwright.runtime.controlled.streams import (
+    DECIDING_RANK_FAILED,
+    Abandoned,
+    Actor,
+    DispatchedWork,
+    run_controlled,
+)
 
-__all__ = ["Abandoned", "Actor", "Decided", "DispatchedWork", "Replica", "run_controlled"]
+__all__ = ["DECIDING_RANK_FAILED", "Abandoned", "Actor", "Decided", "DispatchedWork", "Replica", "run_controlled"]

@@ -28,9 +28,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.decided import read_answer
-from meshwright.program.issuing import Filed, IssueBook
+from meshwright.program.issuing import Filed, IssueBook, check_for_ranks
 from meshwright.spec import (
-    AllReduce,
     DeadlockError,
     Instruction,
     ProgramError,
@@ -265,23 +264,13 @@ class Decider:
 
     def _check(self, filed: Filed) -> None:
         """Raise ProgramError for an issue that the simulator takes and real ranks cannot run."""
-        issue, instruction = filed.issue, filed.issue.instruction
-        is_sum = isinstance(instruction, AllReduce)
-        if issue.stream not in STREAMS or (issue.stream == "exchange" and not is_sum):
-            raise ProgramError(
-                f"{instruction} is not run under a controller; expected computations, sends, receives and all-reduces. "
-                "Simulate such a controller."
-            )
-        if isinstance(instruction, Send) and not (len(set(issue.group)) == 2 and issue.group[0] == issue.rank):
-            raise ProgramError(
-                f"{instruction} was issued to rank {issue.rank} with the group {issue.group}; expected two ranks, "
-                "(sender, receiver)."
-            )
-        if isinstance(instruction, Receive):
-            receiver = self._filed[self._send_of(filed.handle)].issue.group[1]
-            if issue.rank != receiver:
+        check_for_ranks(filed.issue)
+        if isinstance(filed.issue.instruction, Receive):
+            group = self._filed[self._send_of(filed.handle)].issue.group
+            if filed.issue.group != group:
                 raise ProgramError(
-                    f"{instruction} was issued to rank {issue.rank}; expected rank {receiver}, to which its send goes."
+                    f"{filed.issue.instruction} was issued with the group {filed.issue.group}; expected {group}, that "
+                    "of its send."
                 )
 
     def _advance(self, key: _Key) -> None:

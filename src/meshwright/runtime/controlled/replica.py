@@ -80,7 +80,7 @@ class Replica:
         with contextlib.ExitStack() as hooks:
             for parameter in self._parameters:
                 hooks.callback(parameter.register_hook(lambda _: work.check()).remove)
-            gradients = torch.autograd.grad(loss, self._parameters)
+            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
         self._gradients[microbatch] = work, torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def outgoing(self, send: Send) -> torch.Tensor:

@@ -43,6 +43,7 @@ from meshwright.spec import AllReduce, Instruction, ProgramError, Receive, RunEr
 from meshwright.spec.control import Controller
 from meshwright.spec.instructions import instruction_of
 
+DECIDING_RANK_FAILED = "the deciding rank failed, which has the reason, or gave no sign of life"
 # Messages are float32.
 _ELEMENT_BYTES = 4
 
@@ -162,11 +163,7 @@ class _RankStreams:
                     thread.join()
                 return
             if command == FAILED:  # threads that wait for other ranks end with this process
-                reason = (
-                    f"{type(self._error).__name__}: {self._error}"
-                    if self._error is not None
-                    else "the deciding rank failed, which has the reason, or gave no sign of life"
-                )
+                reason = DECIDING_RANK_FAILED if self._error is None else _describe(self._error)
                 raise RunError(f"Rank {self._rank} leaves the controlled run: {reason}") from self._error
             if command != ALIVE:
                 self._abandoned.add(command)
@@ -197,9 +194,7 @@ class _RankStreams:
             action()
         except BaseException as error:  # also an actor's SystemExit, which would end the thread without a word
             self._error = self._error or error
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-            store.queue_push(REPORTS, json.dumps({"rank": self._rank, "error": text}))
+            store.queue_push(REPORTS, json.dumps({"rank": self._rank, "error": _describe(error)}))
             return False
         return True
 
@@ -264,6 +259,11 @@ class _RankStreams:
             timeout = timedelta(seconds=self._timeout_s)
             groups[ranks] = dist.ProcessGroupGloo(place, ranks.index(self._rank), len(ranks), timeout)
         return groups[ranks]
+
+
+def _describe(error: BaseException) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _check_bytes(instruction: Send | AllReduce, data: torch.Tensor) -> None:

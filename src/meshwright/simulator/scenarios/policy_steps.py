@@ -1,7 +1,7 @@
 """Steps with random times under an exchange policy (`PolicySteps`), which decides by them.
 
 A computation has the same factor as in the same plan without a policy (`long_run.with_jitter`), for the same seed,
-replica and step: so policies are compared with each other, and with plain sums, under the same luck.
+replica and step: so policies are compared with each other, and with plain sums, with the same random draws.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.cost import CostModel
 from meshwright.simulator.controlled import ScaleIssue
 from meshwright.simulator.engine import Contention
-from meshwright.simulator.policy_simulation import POLICY_STEPS, run_policy, steady_window
+from meshwright.simulator.policy_simulation import POLICY_STEPS, Catalogue, run_policy, steady_window
 from meshwright.simulator.scenarios.long_run import NUM_SEEDS, NUM_STEPS, JitteredSteps, StepTimes, draw_factors
 from meshwright.spec import Graph, Placement, Plan, Timeline
 from meshwright.spec.control import Issue
@@ -31,7 +31,7 @@ class PolicySteps:
         self, plan: Plan, graph: Graph, cost: CostModel, scenario: Scenario, *, contention: Contention = "queued"
     ) -> None:
         self._plan, self._graph, self._cost, self._scenario = plan, graph, cost, scenario
-        self._contention = contention
+        self._contention, self._catalogue = contention, Catalogue(plan, graph, cost)
 
     def time_steps(self, num_steps: int = NUM_STEPS, num_seeds: int = NUM_SEEDS) -> StepTimes:
         """Return the seconds of ``num_steps`` steps for each of ``num_seeds`` seeds, from the scenario's own seed on.
@@ -51,8 +51,16 @@ class PolicySteps:
 
     def _run(self, num_steps: int, seed: int) -> Timeline:
         scale = _jitter(self._plan, self._cost, self._scenario, seed)
-        run = run_policy(self._plan, self._graph, self._cost, num_steps, scale_issue=scale, contention=self._contention)
-        return run[1]
+        _, timeline = run_policy(
+            self._plan,
+            self._graph,
+            self._cost,
+            num_steps,
+            catalogue=self._catalogue,
+            scale_issue=scale,
+            contention=self._contention,
+        )
+        return timeline
 
 
 def steps_under_jitter(
