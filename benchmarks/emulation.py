@@ -2,6 +2,8 @@
 
 `links`: two or four ranks over gloo, each rank under its share of a core; bytes of messages per second in one
 direction, beside the bandwidth of the file. On shared NICs two ranks of one node send at once, and each has half.
+`shares`: four ranks multiply matrices at once, each under its share of a core; the processor time that they get beside
+the share, and their work per second of processor time beside that of one rank per core without quotas.
 `limits`: throughput of the fastest link that is emulated, and half the round trip of a byte. `kills`: a run is started
 and its launcher, a rank or its janitor is killed (-9) at a random moment; counted is what is left 10 s later:
 processes, cgroups, links of this namespace. `steps`: models on clusters of four devices are measured (`measure
@@ -26,7 +28,7 @@ from pathlib import Path
 from harness import Row, make_row, publish_sections
 
 from meshwright.emulation import Emulated, open_lab
-from meshwright.emulation.layout import MAX_BYTES_PER_S
+from meshwright.emulation.layout import MAX_BYTES_PER_S, rank_shares
 from meshwright.emulation.quotas import find_cpu_groups
 from meshwright.spec import Cluster, DeviceGroup, Link, load_cluster
 
@@ -87,18 +89,9 @@ def time_messages(cluster: Cluster, num_bytes: int, repeats: int, *, replies: bo
         open_lab(Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks))), Path(folder)) as lab,
     ):
         lab.start_clock()
-        command = [sys.executable, *lab.arguments, "emulation", *map(str, (num_bytes, repeats, int(replies)))]
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(cluster.num_ranks), "PYTHONPATH": path()},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(cluster.num_ranks)
-        ]
-        outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    return [float(output) for output in outputs if output]
+        arguments = [*lab.arguments, "emulation", *map(str, (num_bytes, repeats, int(replies)))]
+        outputs = start_ranks(cluster.num_ranks, arguments)
+    return [seconds for output in outputs for seconds in output]
 
 
 def throughput(cluster: Cluster, bytes_per_s: float) -> list[float]:
@@ -124,6 +117,58 @@ def measure_links(quick: bool) -> list[Row]:
         rows.append(link_row(f"{mbits} Mbit/s shared, both", rate, [sum(found)]))
         rows.append(link_row(f"{mbits} Mbit/s shared, the slower", rate / 2, [min(found)]))
     return rows
+
+
+def multiply(seconds: float) -> None:
+    """As a rank: multiply matrices, and print products per second and the processor time used per second."""
+    import torch
+
+    torch.set_num_threads(1)
+    left, right = torch.randn(1024, 128), torch.randn(128, 512)
+    count, begin_s, start = 0, 0.0, 0.0
+    # The first second does not count: it makes everything resident.
+    end = time.perf_counter() + 1 + seconds
+    while (now := time.perf_counter()) < end:
+        if not start and now > end - seconds:
+            count, begin_s, start = 0, time.process_time(), now
+        left @ right
+        count += 1
+    taken = time.perf_counter() - start
+    print(count / taken, (time.process_time() - begin_s) / taken, flush=True)
+
+
+def start_ranks(count: int, arguments: list[str]) -> list[list[float]]:
+    """What ranks print, started with these arguments of Python."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "PYTHONPATH": path()},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    return [list(map(float, rank.communicate(timeout=TIMEOUT_S)[0].split())) for rank in ranks]
+
+
+def measure_shares(quick: bool) -> list[Row]:
+    """Processor time and work of ranks under quotas."""
+    cluster, seconds = load_cluster(EXAMPLES / "two-labs.toml"), "2" if quick else "6"
+    cores = len(os.sched_getaffinity(0))
+    share = rank_shares(cluster, cores)[0]
+    alone = start_ranks(cores, [__file__, "multiply", seconds])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_lab(Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks))), Path(folder)) as lab,
+    ):
+        lab.start_clock()
+        shared = start_ranks(cluster.num_ranks, [*lab.arguments, "emulation", "multiply", seconds])
+    used = statistics.mean(time_share for _, time_share in shared)
+    per_s = [statistics.mean(work / time_share for work, time_share in ranks) for ranks in (shared, alone)]
+    return [
+        make_row("share of a core that ranks got", used, "cores", baseline=share),
+        make_row("work per second of processor time", per_s[0], "products", baseline=per_s[1]),
+    ]
 
 
 def measure_limits(quick: bool) -> list[Row]:
@@ -262,12 +307,20 @@ def main() -> int:
     return publish_sections(
         "emulation",
         __doc__ or "",
-        {"links": measure_links, "limits": measure_limits, "steps": compare_steps, "kills": kill_runs},
+        {
+            "links": measure_links,
+            "shares": measure_shares,
+            "limits": measure_limits,
+            "steps": compare_steps,
+            "kills": kill_runs,
+        },
     )
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and sys.argv[1] == "multiply":
+        multiply(float(sys.argv[2]))
+    elif "RANK" in os.environ:
         send_all(*map(int, sys.argv[1:]))
     else:
         sys.exit(main())

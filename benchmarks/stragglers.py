@@ -35,14 +35,13 @@ from meshwright.spec import (
     AllReduce,
     Backward,
     Opcode,
-    OptimizerStep,
     ProgramError,
-    Receive,
     Send,
     read_document,
     write_document,
 )
 from meshwright.spec.decision_log import DecisionLog
+from tests.program.delays import follow_clocks
 
 WORKERS, TARGET = 16, 0.02
 # Real workers sleep, in parts, so that they can be stopped.
@@ -246,20 +245,6 @@ def real(quick: bool) -> list[Row]:
     return rows
 
 
-def largest_lead(log: DecisionLog, workers: int) -> int:
-    """The largest number of iterations by which a worker that began one was ahead of the slowest."""
-    clocks, updates, lead = [0] * workers, list[int](), 0
-    for event, _, decision in log.decisions():
-        if isinstance(getattr(event, "instruction", None), OptimizerStep):
-            clocks[updates.pop(0)] += 1
-        for issue in decision.issues:
-            if isinstance(issue.instruction, Receive) and issue.rank == workers:
-                updates.append(issue.instruction.microbatch % workers)
-            if isinstance(issue.instruction, Backward):
-                lead = max(lead, clocks[issue.rank] - min(clocks))
-    return lead
-
-
 def bound(quick: bool) -> list[Row]:
     """Bounded delay of many iterations."""
     rows, count = list[Row](), 100 if quick else BOUND_ITERATIONS // BOUND_WORKERS
@@ -267,7 +252,7 @@ def bound(quick: bool) -> list[Row]:
     draws = np.where(random.random((count, BOUND_WORKERS)) < BOUND_LATE, BOUND_LATE_S / UNIT_S, 0.0)
     for delay in (1, 4):
         policy = BoundedDelay(num_workers=BOUND_WORKERS, max_delay=delay, num_clocks=count, num_bytes=4096)
-        lead = largest_lead(run_policy(policy, draws), BOUND_WORKERS)
+        _, lead = follow_clocks(run_policy(policy, draws), BOUND_WORKERS)
         name = f"bounded delay of {delay}, {count * BOUND_WORKERS:,} iterations: largest lead"
         rows.append(make_row(name, lead, "", target=delay))
     return rows

@@ -237,10 +237,29 @@ def test_invalid_policies_are_refused(with_own, name, message):
         (("--virtual-stages", "4"), "--virtual-stages"),
         (("--top", "3"), "Leave out --top."),
         (("--prices", "1", "--max-price", "3"), "The plan uses 4 devices for 4 per hour"),
-        (("--memory-limit", "0.01"), "0.01|GiB|MiB"),
     ],
 )
 def test_options_against_a_policy_are_refused(with_own, options, message):
     code, _, error = with_own("plan", *POLICY_OF, "backup:1", *options)
     assert code in (1, 2, 3)
     assert re.search(message, " ".join(error.replace("│", " ").split()))
+
+
+def test_the_rank_for_the_parameters_has_to_fit(run):
+    """It holds the states and the gradients of an update, more than a replica."""
+    options = (
+        "plan",
+        "gpt-tiny",
+        "--cluster",
+        "4xcpu",
+        "--batch",
+        "3",
+        "--memory-margin",
+        "0",
+        "--exchange",
+        "backup:1",
+    )
+    _, _, error = run(*options, "--memory-limit", "0.018", code=1)
+    assert re.search(r"rank 3 needs 19.8 MiB of the 18.4 MiB that it may reserve", " ".join(error.split()))
+    _, out, _ = run(*options, "--memory-limit", "0.02", code=0)
+    assert "rank 3 has the least to spare" in " ".join(out.split())

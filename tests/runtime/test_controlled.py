@@ -12,10 +12,11 @@ from torch._C._distributed_c10d import TCPStore
 from meshwright.program import ProgramBuilder, decided_program
 from meshwright.runtime.controlled import Abandoned, DispatchedWork, Replica, run_controlled
 from meshwright.simulator import replay_measured
-from meshwright.spec import Backward, Forward, OptimizerStep, ProgramError, Receive, ReduceScatter, Send, read_document
+from meshwright.spec import Backward, Forward, OptimizerStep, ProgramError, ReduceScatter, Send, read_document
 from meshwright.spec.control import Decision, Issue
 from meshwright.spec.decision_log import DecisionLog, repeat_decisions
 from tests.processes import run_ranks
+from tests.program.delays import follow_clocks
 from tests.runtime.controlled_worker import CASES, COUNTS, VERSIONS, loss_on, make_module, make_optimizer
 
 pytestmark = pytest.mark.distributed
@@ -83,15 +84,8 @@ def test_updates_take_the_first_gradients_of_their_version(case, tmp_path):
 def test_workers_are_never_further_apart_than_the_bound(tmp_path):
     """A clock counts applied gradients. Pulled parameters may be newer than at the decision, so nothing is computed."""
     found, log = run("delay", tmp_path)
-    clocks, updates = [0] * NUM_WORKERS, []
-    for event, _, decision in log.decisions():
-        if isinstance(getattr(event, "instruction", None), OptimizerStep):
-            clocks[updates.pop(0)] += 1
-        for issue in decision.issues:
-            if isinstance(issue.instruction, Receive) and issue.rank == NUM_WORKERS:
-                updates.append(issue.instruction.microbatch % NUM_WORKERS)
-            if isinstance(issue.instruction, Backward):
-                assert clocks[issue.rank] - min(clocks) <= CASES["delay"].max_delay
+    clocks, lead = follow_clocks(log, NUM_WORKERS)
+    assert lead <= CASES["delay"].max_delay
     assert clocks == [VERSIONS] * NUM_WORKERS
     before, after = Model(), Model()
     after.set(found[NUM_WORKERS]["parameters"])

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.spec import Cluster, Graph, Plan, ScheduleReferenceError
 from meshwright.spec.exchange import read_policy
-from meshwright.spec.own_code import importable, load_function, reported, split_reference
+from meshwright.spec.own_code import importable, known_parts, load_function, reported, split_reference
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
@@ -54,19 +53,13 @@ def is_policy(reference: str) -> bool:
     """
     if read_policy(reference) is not None:
         return True
-    path, name = _split(reference)
+    path, name = known_parts(reference)
     return inspect.isclass(load_function(path, name, expected=_EITHER, error=ScheduleReferenceError))
-
-
-def _split(reference: str) -> tuple[Path, str]:
-    parts = split_reference(reference)
-    assert parts is not None  # other text is a policy or the name of a method
-    return parts
 
 
 def load_order(reference: str) -> OwnOrder:
     """Load the function that ``reference`` names. Errors raised inside the function are reported with its line."""
-    path, name = _split(reference)
+    path, name = known_parts(reference)
     function = load_function(path, name, expected=_EXPECTED, error=ScheduleReferenceError)
 
     def order(parts: Sequence[ReadyPart]) -> list[int]:

@@ -195,7 +195,7 @@ def rank_shares(cluster: Cluster, num_cores: int) -> list[float]:
 
 
 # The rest is for the launcher, the kernel's queues and everything else on the machine. Ranks of 90 % in all got less
-# than their quotas.
+# than their quotas (`benchmarks/emulation.py --only shares`).
 _USABLE = 0.8
 MIN_SHARE = 0.02
 

@@ -16,6 +16,8 @@ from meshwright.spec import AllReduce, Program, ProgramError, Receive, Section, 
 from meshwright.spec.control import Decision, Issue
 from meshwright.spec.instructions import INSTRUCTIONS, SENDS, STREAM_NAMES, Collective, Payload
 
+# The streams of real ranks (`runtime.controlled`).
+RANK_STREAMS = ("compute", "send", "receive", "exchange")
 PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 
 _Message = tuple[int, int, int, Payload]
@@ -236,7 +238,7 @@ def check_for_ranks(issue: Issue) -> None:
     """Raise ProgramError for an issue that simulated controllers may make and real ranks cannot run."""
     instruction, group = issue.instruction, issue.group
     is_sum = isinstance(instruction, AllReduce)
-    if issue.stream not in ("compute", "send", "receive", "exchange") or (issue.stream == "exchange" and not is_sum):
+    if issue.stream not in RANK_STREAMS or (issue.stream == "exchange" and not is_sum):
         raise ProgramError(
             f"{instruction} is not run under a controller; expected computations, sends, receives and all-reduces. "
             "Simulate such a controller."

@@ -417,7 +417,7 @@ def _sum_up(
         stands = range(plan.num_devices)
     ranks = tuple(outcome.seconds[rank] for rank in stands)
     mfu, hfu = _utilisation(plan, graph, cluster, step_time_s, sharding)
-    num_samples = plan.workload.global_batch * sharding.expert * (plan.used_share if isinstance(plan, Plan) else 1.0)
+    num_samples = plan.workload.global_batch * sharding.expert * plan.used_share
     return Simulation(
         simulated=outcome.timeline,
         simulated_ops=ops,

@@ -189,7 +189,7 @@ class Catalogue:
         self._kept_bytes = round(plan.used_share * len(plan.stages[0].ranks)) * parameter_bytes(graph)
         self._transfers: dict[_Key, Issue] = {}
         self._found: dict[_Key, tuple[int, int]] = {}
-        self.costs = self.renew()
+        self.renew()
 
     def estimate(self, issue: Issue, _handle: int) -> tuple[int, int]:
         """Return class and route of an issue. Raises `_UnknownCostError` for one that is not known yet."""
@@ -200,7 +200,7 @@ class Catalogue:
             raise _UnknownCostError
         return self._found[key]
 
-    def renew(self) -> ProgramCosts:
+    def renew(self) -> None:
         """Estimate all instructions noted so far."""
         issues = [*self._transfers.values()]
         for rank in range(self._num_ranks):
@@ -225,13 +225,12 @@ class Catalogue:
             workers = [rank for rank in range(self._num_ranks) if rank not in self._servers]
             resident[workers, OPTIMIZER] = 0
             resident[list(self._servers), RECEIVED] += self._kept_bytes
-        self.costs = replace(
+        self.costs: ProgramCosts = replace(
             costs,
             host_ps=np.zeros_like(costs.host_ps),
             resident_bytes=resident,
             body=SectionCosts(cost_class=none, route=none, mark_offset_ps=none.astype(np.int64)),
         )
-        return self.costs
 
     def _note(self, key: _Key, issue: Issue) -> None:
         """Note an instruction, and with it those of other ranks that are alike."""

@@ -73,12 +73,13 @@ class RankAllocation:
 def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation | None:
     """Follow the memory of one rank of a training plan op by op, over two steps. Raises as `simulate_plan` does.
 
-    Returns None for a rank of several stages, for backwards in two parts, for states that are sharded over replicas or
-    offloaded, for a graph without a loss or with its own backward ops, and if a step has more than `MAX_VISITS` ops.
+    Returns None for a rank without stages or of several, for backwards in two parts, for states that are sharded over
+    replicas or offloaded, for a graph without a loss or with its own backward ops, and if a step has more than
+    `MAX_VISITS` ops.
     """
     check_plan(plan, graph, cluster)
     plan, stages = plan.without_policy(), plan.stages_of(rank)
-    if not _can_follow(graph) or len(stages) > 1 or plan.exchange.zero or plan.offload.optimizer != "device":
+    if not _can_follow(graph) or len(stages) != 1 or plan.exchange.zero or plan.offload.optimizer != "device":
         return None
     stage = slice_graph(graph, plan.bounds)[stages[0]]
     computed = compute_orders(build_program(plan, graph))[rank]

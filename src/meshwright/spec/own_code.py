@@ -254,6 +254,13 @@ def split_reference(reference: str) -> tuple[Path, str] | None:
     return (Path(path).expanduser(), name) if separator and path.endswith(".py") else None
 
 
+def known_parts(reference: str) -> tuple[Path, str]:
+    """Split a reference that is known to be ``path/to/file.py:name`` into (path, name)."""
+    parts = split_reference(reference)
+    assert parts is not None, f"{reference!r} is not path/to/file.py:name"
+    return parts
+
+
 def order_file(reference: str) -> Path | None:
     """Return the path of ``path/to/orders.csv``, a file with the order of computations of every rank.
 

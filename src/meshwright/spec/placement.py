@@ -99,6 +99,16 @@ class Placement:
         return 1 + max(stage.rank for stage in self.stages)
 
     @property
+    def num_tracks(self) -> int:
+        """Number of ranks in a timeline, as `Plan.num_tracks`."""
+        return self.num_ranks
+
+    @property
+    def used_share(self) -> float:
+        """The share of a step's samples whose gradients are used, as `Plan.used_share`."""
+        return 1.0
+
+    @property
     def num_devices(self) -> int:
         """Number of devices that take part: one per rank."""
         return self.num_ranks

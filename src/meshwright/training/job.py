@@ -144,6 +144,20 @@ class RunResult:
     SCHEMA_VERSION: ClassVar[int] = 1
 
 
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Progress after a step; ``step`` is its number from 1.
+
+    ``losses``: the losses that became known in this step; ``last_loss``: the number of the last step whose loss is
+    known. Under an asynchronous schedule losses become known some steps later.
+    """
+
+    step: int
+    losses: tuple[float, ...]
+    last_loss: int
+    samples_per_s: float
+
+
 class Trained(NamedTuple):
     """What a rank returns at the end of a run: results, and on rank 0 documents as JSON text.
 

@@ -65,6 +65,7 @@ from meshwright.training.job import (
     TIMELINE_FILE,
     Job,
     RunResult,
+    StepFacts,
     Trained,
     capture_fake,
     error_file,
@@ -72,7 +73,7 @@ from meshwright.training.job import (
     write_results,
 )
 from meshwright.training.peak_memory import predict_memory
-from meshwright.training.worker import StepFacts, take_cores, train_job
+from meshwright.training.worker import take_cores, train_job
 
 _MONITOR_INTERVAL_S = 0.2
 

@@ -7,6 +7,7 @@ is the mean over the replicas that computed it.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -25,35 +26,34 @@ from torch.utils import _pytree as pytree
 
 from meshwright.program.controllers import make_controller
 from meshwright.runtime import COMMUNICATION_TIMEOUT, choose_device, join_group, microbatch_seed
-from meshwright.runtime.controlled import Decided, Replica, run_controlled
-from meshwright.simulator import check_policy
-from meshwright.spec import EventSink, Instruction, OptimizerStep, Plan
-from meshwright.training.job import Job, load_source, make_batches, make_optimizer
+from meshwright.runtime.controlled import Replica, run_controlled
+from meshwright.simulator import check_policy, number_steps, steady_window
+from meshwright.spec import EventSink, Instruction, OptimizerStep, Plan, encode_document
+from meshwright.spec.codec import dump_json
+from meshwright.training.job import Job, RunResult, StepFacts, Trained, load_source, make_batches, make_optimizer
 from meshwright.training.trainer import save_state
 from meshwright.zoo import ModelSource
 
 
-def train_by_policy(
-    job: Job, plan: Plan, report: Callable[[int, float], None], events: EventSink
-) -> tuple[Decided | None, list[float]]:
-    """Train on this rank; return the decisions (None except on rank 0), and the loss of each step.
+def train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], events: EventSink) -> Trained:
+    """Train on this rank; return its results. Losses become known at the end.
 
-    ``report(step, samples per second)`` is called on rank 0 after every step, counted from 1.
+    ``report`` is called on rank 0 after every step.
     """
     join_group(choose_device(plan, job.device))
     rank, num_workers = dist.get_rank(), len(plan.stages[0].ranks)
     source = load_source(plan, job.seed)
-    losses = _MicrobatchLosses(source, plan, job)
+    losses_of = _MicrobatchLosses(source, plan, job)
     replica = Replica(
         source.model,
-        losses,
+        losses_of,
         lambda parameters: make_optimizer(parameters, plan.workload.optimizer, job.learning_rate),
     )
     controller = make_controller(plan.exchange, num_workers, job.num_steps, replica.num_bytes)
+    num_used = plan.workload.global_batch * plan.used_share
     steps = None
     if rank == 0:
-        each = check_policy(plan, job.num_steps, replica.num_bytes)
-        steps = _Steps(each, plan.workload.global_batch * plan.used_share, report)
+        steps = _Steps(check_policy(plan, job.num_steps, replica.num_bytes), num_used, report)
         events.progress("steps", 0, job.num_steps)
     decided = run_controlled(
         controller,
@@ -64,15 +64,38 @@ def train_by_policy(
         timeout_s=COMMUNICATION_TIMEOUT.total_seconds(),
         on_end=None if steps is None else steps.follow,
     )
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, losses.computed)
-    by_step = defaultdict[int, list[float]](list)
-    for microbatch, loss in (item for computed in every for item in computed.items()):
-        by_step[microbatch // num_workers].append(loss)
+    losses = losses_of.gather(job.num_steps)
     _share_parameters(source.model, plan)
     if job.save_model is not None and rank == 0:
         save_state(source.model.state_dict(), Path(job.save_model))
-    return decided, [float(np.mean(by_step.get(step, np.nan))) for step in range(job.num_steps)]
+    finite = tuple(loss if math.isfinite(loss) else None for loss in losses)
+    result = RunResult(plan=job.plan, losses=finite, step_seconds=(), timeline="")
+    if decided is None:
+        return Trained(result)
+    timeline = number_steps(decided.timeline(), job.num_steps, strict=False)
+    seconds = timeline.step_seconds().tolist()
+    report(StepFacts(job.num_steps, losses, job.num_steps, num_used / seconds[-1]))
+    # As in the simulation: the first steps fill queues, in the last ones some replicas have ended.
+    shown = steady_window(timeline)[0]
+    if job.first_recorded is not None:
+        shown = range(job.first_recorded, job.first_recorded + job.num_recorded_steps)
+    gradients = _count_gradients(decided.state)
+    return Trained(
+        replace(result, step_seconds=tuple(seconds), first_recorded=shown.start, gradients=gradients),
+        dump_json(encode_document(timeline.between(shown.start, shown.stop))),
+        dump_json(encode_document(decided.log)),
+    )
+
+
+def _count_gradients(state: Any) -> dict[str, int]:
+    """Return the counts of gradients that the last state of a controller has; those of several servers added up."""
+    found = dict[str, int]()
+    for name in ("applied", "dropped", "abandoned"):
+        count = getattr(state, name, None)
+        parts = count if isinstance(count, tuple) else (count,)
+        if all(isinstance(part, int) for part in parts):
+            found[name] = sum(parts)
+    return found
 
 
 class _MicrobatchLosses:
@@ -84,6 +107,15 @@ class _MicrobatchLosses:
         self._batches, self._next = self._read(), 0
         self._batch: Any = None
         self.computed: dict[int, float] = {}
+
+    def gather(self, num_steps: int) -> tuple[float, ...]:
+        """Return the loss of each step, nan for one that no replica computed. All ranks call it together."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, self.computed)
+        by_step = defaultdict[int, list[float]](list)
+        for microbatch, loss in (item for computed in every for item in computed.items()):
+            by_step[microbatch // self._count].append(loss)
+        return tuple(float(np.mean(by_step.get(step, math.nan))) for step in range(num_steps))
 
     def _read(self) -> Iterator[tuple[Any, Any]]:
         return make_batches(self._source, self._size * self._count, self._seed)
@@ -110,7 +142,7 @@ class _MicrobatchLosses:
 class _Steps:
     """Counts updates on rank 0, and reports the steps that they complete."""
 
-    def __init__(self, each: int, num_samples: float, report: Callable[[int, float], None]) -> None:
+    def __init__(self, each: int, num_samples: float, report: Callable[[StepFacts], None]) -> None:
         self._each, self._num_samples, self._report = each, num_samples, report
         self._count, self._since = 0, time.perf_counter()
 
@@ -119,7 +151,7 @@ class _Steps:
         self._count += isinstance(instruction, OptimizerStep)
         if isinstance(instruction, OptimizerStep) and self._count % self._each == 0:
             now = time.perf_counter()
-            self._report(self._count // self._each, self._num_samples / (now - self._since))
+            self._report(StepFacts(self._count // self._each, (), 0, self._num_samples / (now - self._since)))
             self._since = now
 
 

@@ -85,9 +85,9 @@ def measure_emulated(
     The collectives are timed on the emulated links, by ranks under their quotas. The ops are timed without quotas,
     because an op alone may fit into what a period allows, and would show nothing of the quota. Their times are divided
     by the speed of whole passes of the model under quotas, on all ranks at once, relative to passes without quotas: it
-    is less than the share of a core, as ranks that take turns on a core evict each other's caches. The other arguments
-    are those of `measure_here`. Raises ClusterError for nodes of unequal numbers of devices, for devices of several
-    kinds and for GPUs, and the errors of `open_lab` and `measure_here`.
+    is less than the share of a core (`benchmarks/emulation.py --only shares`). The other arguments are those of
+    `measure_here`. Raises ClusterError for nodes of unequal numbers of devices, for devices of several kinds and for
+    GPUs, and the errors of `open_lab` and `measure_here`.
     """
     device = _only_kind(cluster)
     emulated = Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks)))

@@ -18,7 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from meshwright.measurement import is_out_of_memory
 from meshwright.planner import predict_step_interval
 from meshwright.report import SlowRank, explain_difference, explain_stragglers, find_stragglers
 from meshwright.runtime import choose_device, join_group
-from meshwright.simulator import form_teams, number_steps, simulate_plan, steady_window
+from meshwright.simulator import form_teams, simulate_plan
 from meshwright.simulator.scenarios import apply_scenario
 from meshwright.spec import (
     EventSink,
@@ -54,6 +54,7 @@ from meshwright.training.job import (
     CompiledLayers,
     Job,
     RunResult,
+    StepFacts,
     Trained,
     error_file,
     job_repair,
@@ -289,20 +290,6 @@ class _Written:
         """Do nothing: nothing is measured before the first step."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """Progress after a step; ``step`` is its number from 1.
-
-    ``losses``: the losses that became known in this step; ``last_loss``: the number of the last step whose loss is
-    known. Under an asynchronous schedule losses become known some steps later.
-    """
-
-    step: int
-    losses: tuple[float, ...]
-    last_loss: int
-    samples_per_s: float
-
-
 def main(job_path: str, folder: str, launcher: int) -> int:
     """Run the job of the file ``job_path`` as one rank; return the exit code of this rank.
 
@@ -378,7 +365,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
     """
     plan = job.read_plan()
     if isinstance(plan, Plan) and plan.exchange.policy:
-        return _train_by_policy(job, plan, report, events)
+        return train_by_policy(job, plan, report, events)
     join_group(choose_device(plan, job.device))
     source = load_source(plan, job.seed)
     trainer = prepare(
@@ -438,48 +425,6 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
         compiled=compiled,
     )
     return Trained(result, text)
-
-
-def _train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], events: EventSink) -> Trained:
-    """Train as `train_job` under the plan's exchange policy. Losses become known at the end."""
-
-    def note(step: int, samples_per_s: float) -> None:
-        report(StepFacts(step, (), 0, samples_per_s))
-
-    decided, losses = train_by_policy(job, plan, note, events)
-    result = RunResult(
-        plan=job.plan,
-        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
-        step_seconds=(),
-        timeline="",
-    )
-    if decided is None:
-        return Trained(result)
-    timeline = number_steps(decided.timeline(), job.num_steps, strict=False)
-    seconds = timeline.step_seconds().tolist()
-    num_used = plan.workload.global_batch * plan.used_share
-    report(StepFacts(job.num_steps, tuple(losses), job.num_steps, num_used / seconds[-1]))
-    # As in the simulation: the first steps fill queues, in the last ones some replicas have ended.
-    steps = steady_window(timeline)[0]
-    if job.first_recorded is not None:
-        steps = range(job.first_recorded, job.first_recorded + job.num_recorded_steps)
-    gradients = _count_gradients(decided.state)
-    return Trained(
-        replace(result, step_seconds=tuple(seconds), first_recorded=steps.start, gradients=gradients),
-        dump_json(encode_document(timeline.between(steps.start, steps.stop))),
-        dump_json(encode_document(decided.log)),
-    )
-
-
-def _count_gradients(state: Any) -> dict[str, int]:
-    """Return the counts of gradients that the last state of a controller has; those of several servers added up."""
-    found = dict[str, int]()
-    for name in ("applied", "dropped", "abandoned"):
-        count = getattr(state, name, None)
-        parts = count if isinstance(count, tuple) else (count,)
-        if all(isinstance(part, int) for part in parts):
-            found[name] = sum(parts)
-    return found
 
 
 def gather_compiled(trainer: Trainer) -> CompiledLayers | None:

@@ -70,7 +70,7 @@ def run_simulate(request: SimulateRequest) -> None:
     document = request.document
     if request.compiled is not None:
         document = with_compiled(document, request.compiled)
-    check_ranks(chosen, document.num_tracks if isinstance(document, Plan) else document.num_ranks)
+    check_ranks(chosen, document.num_tracks)
     measurements = recall_measurements(document, request.plan, request.measurements, request.cluster)
     machine = load_cluster(request.cluster or document.cluster)
     software = recall_software(document, request.software)

@@ -15,7 +15,7 @@ from meshwright.program.controllers.partial_reduce import PartialReduce
 from meshwright.spec import GradientExchange, PlanError, ScheduleReferenceError
 from meshwright.spec.control import Controller, Decision, Event
 from meshwright.spec.exchange import ExchangePolicy, read_policy
-from meshwright.spec.own_code import importable, load_function, read_source, reported, source_hash, split_reference
+from meshwright.spec.own_code import importable, known_parts, load_function, read_source, reported, source_hash
 
 _EXPECTED = "makes a controller: Class(num_workers=, num_steps=, num_bytes=)"
 
@@ -44,7 +44,7 @@ def with_policy(text: str, num_devices: int) -> GradientExchange:
     if policy is not None:
         num_servers = policy.num_servers
     else:
-        path, _ = _split(text)
+        path, _ = known_parts(text)
         policy_hash = source_hash(read_source(path, _EXPECTED, ScheduleReferenceError))
         fitting = [
             count
@@ -86,7 +86,7 @@ def _named(policy: ExchangePolicy, num_workers: int, num_steps: int, num_bytes: 
 
 
 def _own(reference: str, known_hash: str, num_workers: int, num_steps: int, num_bytes: int) -> _Own:
-    path, name = _split(reference)
+    path, name = known_parts(reference)
     content = read_source(path, _EXPECTED, ScheduleReferenceError)
     if (found := source_hash(content)) != known_hash:
         raise ScheduleReferenceError(
@@ -119,9 +119,3 @@ class _Own:
         """Return what the user's controller decides."""
         with importable(self._path.parent), reported(self._path, self._what, ScheduleReferenceError):
             return self._made.decide(state, event, now_ps)  # type: ignore[no-any-return]
-
-
-def _split(reference: str) -> tuple[Path, str]:
-    parts = split_reference(reference)
-    assert parts is not None  # `read_policy` refuses other text
-    return parts

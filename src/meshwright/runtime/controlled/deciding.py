@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from meshwright.program import ProgramBuilder
 from meshwright.program.decided import read_answer
-from meshwright.program.issuing import Filed, IssueBook, check_for_ranks
+from meshwright.program.issuing import RANK_STREAMS, Filed, IssueBook, check_for_ranks
 from meshwright.spec import (
     DeadlockError,
     Instruction,
@@ -44,9 +44,8 @@ from meshwright.spec.decision_log import DecisionLog, make_log
 from meshwright.spec.instructions import STREAM_NAMES, instruction_row
 
 REPORTS = "reports"
-# The streams of a rank; data that others send to it arrive in one more. Abandoned handles, signs of life and the end
-# come in another.
-STREAMS = ("compute", "send", "receive", "exchange")
+# Queues of a rank beside those of its streams: of data that others send to it; of abandoned handles, signs of life and
+# the end.
 ARRIVALS, CONTROL = "arrivals", "control"
 ALIVE, FAILED, ENDED = "alive", "failed", "ended"
 FOREVER = timedelta(days=365)
@@ -175,7 +174,7 @@ class Decider:
             self._clock.stop()
             with contextlib.suppress(dist.DistError):
                 for rank in range(self._num_ranks):
-                    for stream in (*STREAMS, ARRIVALS):
+                    for stream in (*RANK_STREAMS, ARRIVALS):
                         self._push(rank, stream, None)
                     self._push(rank, CONTROL, end)
         self._store.set_timeout(timedelta(seconds=self._timeout_s))

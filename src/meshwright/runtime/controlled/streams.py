@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from meshwright.program.issuing import RANK_STREAMS
 from meshwright.runtime.controlled.deciding import (
     ALIVE,
     ARRIVALS,
@@ -32,7 +33,6 @@ from meshwright.runtime.controlled.deciding import (
     FAILED,
     FOREVER,
     REPORTS,
-    STREAMS,
     Decided,
     Decider,
     connect,
@@ -137,7 +137,7 @@ class _RankStreams:
         self._control = connect(store)
         self._threads = [
             threading.Thread(target=self._follow, args=(name, connect(store)), daemon=True)
-            for name in (*STREAMS, ARRIVALS)
+            for name in (*RANK_STREAMS, ARRIVALS)
         ]
         # Commands for the threads that take in what a rank sends.
         self._from: dict[int, queue.SimpleQueue[Any]] = {}

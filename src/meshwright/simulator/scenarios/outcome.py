@@ -86,7 +86,7 @@ def bill(
     if run_s is not None and num_steps:
         step_s = run_s / num_steps
     step = per_hour * step_s / _SECONDS_PER_HOUR
-    samples = plan.workload.global_batch * (plan.used_share if isinstance(plan, Plan) else 1.0)
+    samples = plan.workload.global_batch * plan.used_share
     figures: dict[str, Any] = {
         "currency": currency,
         "price_per_hour": per_hour,
