@@ -27,6 +27,8 @@ import torch
 from harness import Row, make_row, publish_sections
 from torch.distributed import TCPStore
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from meshwright.program import ProgramBuilder
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce, StoppedBackups
 from meshwright.runtime.controlled import DispatchedWork, run_controlled

