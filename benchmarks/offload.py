@@ -29,7 +29,7 @@ from harness import make_row, paired_ratios, parse_options, prediction_row, publ
 from running.predictions import Configuration, make_plan, measure, measured_ops
 
 from meshwright.cost import CostModel
-from meshwright.cost.collectives.fitting import fit_measured
+from meshwright.cost.collectives.uneven_links import fit_links
 from meshwright.measurement import measure_links
 from meshwright.runtime.offload import HostedValues, HostSteps
 from meshwright.runtime.offload.pieces import PieceFacts, make_hosted
@@ -171,7 +171,7 @@ def prediction_rows(quick: bool):
     """One row per plan, and the score."""
     steps, num_ranks = QUICK_STEPS if quick else NUM_STEPS, 2
     cluster = described_cluster(num_ranks)
-    own, host = fit_measured(measure_links(num_ranks=num_ranks))
+    own, host = fit_links(measure_links(num_ranks=num_ranks), cluster)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         path = write_document(cluster, Path(folder) / "cluster.json")

@@ -28,7 +28,7 @@ from harness import make_row, prediction_row, score_row
 from running.shares import share_source
 
 from meshwright.cost import CostModel
-from meshwright.cost.collectives.fitting import fit_measured
+from meshwright.cost.collectives.uneven_links import fit_links
 from meshwright.measurement import measure_links, measure_machine
 from meshwright.program import lower_graph
 from meshwright.report import compare_timelines
@@ -138,7 +138,7 @@ def measure(plan: Plan, num_steps: int) -> tuple[list[float], Timeline]:
 
 @cache
 def fitted_links(num_ranks: int) -> tuple:
-    return fit_measured(measure_links(num_ranks=num_ranks))
+    return fit_links(measure_links(num_ranks=num_ranks), load_cluster(f"{num_ranks}xcpu"))
 
 
 def measured_ops(model: str, microbatch: int, num_ranks: int, sharding: Sharding) -> Measurements:

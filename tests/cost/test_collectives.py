@@ -422,12 +422,12 @@ def test_a_fitted_model_is_plain_data():
 def test_the_cost_model_uses_what_was_fitted_on_its_kind_of_device():
     cluster = load_cluster("8xH100")
     model = fit_collectives(ring_rows([(8, 1, 1, 1, 8)], device="H100"))
-    fitted, plain = CostModel(cluster=cluster, collectives=model), CostModel(cluster=cluster)
+    fitted, plain = CostModel(cluster=cluster, collectives={1.0: model}), CostModel(cluster=cluster)
     ranks = tuple(range(8))
     assert fitted.collective_seconds("all_gather", ranks, SIZES[5]) == pytest.approx(7 * (5e-6 + SIZES[5] / 8 / 2e11))
     assert fitted.collective_seconds("broadcast", ranks, 1e6) == plain.collective_seconds("broadcast", ranks, 1e6)
     assert fitted.predict_collective("broadcast", ranks, np.array([1e6])).basis == ("roofline",)
-    other, alone = (CostModel(cluster=load_cluster("8xA100"), collectives=given) for given in (model, None))
+    other, alone = (CostModel(cluster=load_cluster("8xA100"), collectives=given) for given in ({1.0: model}, {}))
     assert other.collective_seconds("all_gather", ranks, 1e6) == alone.collective_seconds("all_gather", ranks, 1e6)
 
 

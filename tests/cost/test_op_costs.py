@@ -144,25 +144,35 @@ def test_the_nearest_two_measured_batches_decide():
     assert model(make_table(tuple(rows))).estimate_ops(graph, 6, KIND).forward_s[0] == pytest.approx(20.0)
 
 
-def test_beside_what_was_measured_the_roofline_gives_the_ratio():
-    graph = linear_graph()
+def test_an_unknown_op_beside_what_was_measured_has_the_ratio_of_rooflines():
+    make = GraphMaker()
+    x = make.tensor("x", (B, 8), role="input", grad=False)
+    make.op("mine.op.default", (x,), (make.tensor("y", (B, 8)),))
+    graph = make.graph()
     costs = model(make_table((op_row(graph, 0, 2, 1.0, 1.0, 5.0),))).estimate_ops(graph, 40, KIND)
     assert costs.basis[0] == "transferred"
-    # 40 samples: 2560 FLOP against 1280 + 128 + 640 bytes; 2 samples: 224 bytes
-    assert costs.forward_s[0] == pytest.approx((2560e-9 + LAUNCH_S) / (224e-9 + LAUNCH_S))
+    # 40 samples: 1280 + 1280 bytes; 2 samples: 128 bytes
+    assert costs.forward_s[0] == pytest.approx((2560e-9 + LAUNCH_S) / (128e-9 + LAUNCH_S))
     assert costs.accumulate_s[0] == 5.0
 
 
-def test_an_op_of_other_shape_or_attributes_is_not_the_same_op():
-    graph, other = linear_graph(), chain_graph(2)
-    assert model(make_table((op_row(other, 0, 2, 1.0),))).estimate_ops(graph, 2, KIND).basis[0] == "roofline"
+def test_one_measured_op_is_enough_for_its_family():
+    graph, wide = linear_graph(), chain_graph(2)
+    costs = model(make_table((op_row(wide, 0, 2, 1.0, 2.0),))).estimate_ops(graph, 2, KIND)
+    assert costs.basis[0] == "regressed"
+    ratio = bound_op(graph, graph.ops[0], 2, KIND, "float32").forward_s
+    ratio /= bound_op(wide, wide.ops[0], 2, KIND, "float32").forward_s
+    assert costs.forward_s[0] == pytest.approx(ratio, rel=0.3)
+
+
+def test_an_op_with_other_attributes_is_not_the_same_op():
     make = GraphMaker()
     x = make.tensor("x", (B, 8), role="input", grad=False)
     for power in "23":
         make.op("aten.pow.Scalar", (x,), (make.tensor("y", (B, 8)),), attributes=(("exponent", power),))
     powers = make.graph()
     costs = model(make_table((op_row(powers, 0, 2, 1.0),))).estimate_ops(powers, 2, KIND)
-    assert costs.basis == ("measured", "roofline")
+    assert costs.basis == ("measured", "regressed")
 
 
 def test_a_table_of_another_device_or_precision_is_not_used():

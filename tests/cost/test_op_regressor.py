@@ -66,9 +66,9 @@ def test_a_new_operator_is_estimated_by_its_family_with_doubt():
 
 
 def test_what_was_not_measured_is_not_known():
-    regressor = fit_op_regressor(LINEAR[:20] + RELU[:3], KIND, "float32")
+    regressor = fit_op_regressor(LINEAR[:20], KIND, "float32")
     assert regressor.knows(linear_key(3, 5, 7))
-    assert not regressor.knows(relu_key(5, 6))  # three rows of its family
+    assert not regressor.knows(relu_key(5, 6))
     assert not regressor.knows("aten.conv2d.default(1x3x8x8:float32,4x3x3x3:float32|11)")
     assert not regressor.knows(linear_key(3, 5, 7).replace("float32", "bfloat16"))
     assert not regressor.knows("mine.op.default(3:float32|1)")

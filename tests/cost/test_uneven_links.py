@@ -9,8 +9,7 @@ import pytest
 from meshwright.cost.collectives.collective_costs import CollectiveCosts
 from meshwright.cost.collectives.collective_groups import place_group
 from meshwright.cost.collectives.datasheet import quote_collective
-from meshwright.cost.collectives.fitting import fit_measured
-from meshwright.cost.collectives.uneven_links import as_on_even_links, even_links
+from meshwright.cost.collectives.uneven_links import as_on_even_links, even_links, fit_links
 from meshwright.measurement.links import list_places
 from meshwright.records import make_records, named_shapes
 from meshwright.records.record_table import columns_of
@@ -44,21 +43,21 @@ UNEVEN = {
 
 
 def true_seconds(cluster, op, ranks, concurrent, num_bytes):
-    tariff = quote_collective(cluster, op, ranks, place_group(cluster, ranks, concurrent))
+    tariff = quote_collective(cluster, op, ranks, place_group(cluster, ranks, concurrent), concurrent=concurrent)
     return FACTOR * tariff.estimate(np.array([float(num_bytes)]))[0]
 
 
-def measured_on(cluster):
-    """Rows as `measure_links` writes them: the mean over the groups of each place; sends are between ranks 0 and 1."""
+def measured_on(cluster, more_s=0.0):
+    """Rows as `measure_links` writes them: the mean over the groups of each place; sends are those of pairs."""
     places = list_places(cluster.num_ranks)
     rows = []
     for op in get_args(TransferKind):
-        for place in places[:1] if op == "send" else places:
+        for place in [place for place in places if op != "send" or place.num_ranks == 2]:
             for size in SIZES:
                 seconds = [true_seconds(cluster, op, group, place.groups, size) for group in place.groups]
                 sizes = {"bytes": size, "ranks": place.num_ranks, "groups": len(place.groups), "stride": place.stride}
                 shapes = named_shapes(**sizes, nodes=len(cluster.nodes), devices_per_node=1)
-                rows.append({"op": op, "shapes": shapes, "seconds": float(np.mean(seconds))})
+                rows.append({"op": op, "shapes": shapes, "seconds": float(np.mean(seconds)) + more_s})
     return make_records(**columns_of(rows, ("op", "shapes", "seconds")), device="cpu", dtype="float32")
 
 
@@ -77,7 +76,7 @@ def measured_on(cluster):
 )
 def test_each_group_has_the_time_of_its_own_links(name, op, ranks, concurrent):
     cluster = UNEVEN[name]
-    own, _ = fit_measured(as_on_even_links(measured_on(cluster), cluster))
+    own, _ = fit_links(measured_on(cluster), cluster)
     found = CollectiveCosts(cluster=cluster, dtype="float32", own=own).predict(
         op, ranks, np.array(SIZES, float), concurrent
     )
@@ -85,8 +84,34 @@ def test_each_group_has_the_time_of_its_own_links(name, op, ranks, concurrent):
     assert found.seconds == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "concurrent"), [((0, 1), ((0, 1), (2, 3))), ((1, 3), ((0, 2), (1, 3))), ((0, 1, 2, 3), ())]
+)
+def test_measured_groups_have_their_own_time_whatever_the_datasheet_says(ranks, concurrent):
+    own, _ = fit_links(measured_on(LABS, more_s=5e-3), LABS)
+    found = CollectiveCosts(cluster=LABS, dtype="float32", own=own).predict(
+        "all_reduce", ranks, np.array(SIZES, float), concurrent
+    )
+    wanted = [5e-3 + true_seconds(LABS, "all_reduce", ranks, concurrent, size) for size in SIZES]
+    assert found.seconds == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("racks", 2), ("path", 1)])
+def test_concurrent_groups_share_uplinks_and_paths(name, factor):
+    large, cluster = 1e9, UNEVEN[name]
+    alone = true_seconds(cluster, "all_reduce", (1, 2), (), large)
+    beside = true_seconds(cluster, "all_reduce", (1, 2), ((1, 2), (0, 3)), large)
+    assert beside / alone == pytest.approx(factor, rel=0.01)
+    pairs = replace(
+        cluster, nodes=with_nodes(lambda _, node: replace(node, devices=(replace(node.devices[0], count=2),)))
+    )
+    # Two devices per node: devices 2 and 3 are on node 1, devices 4 and 5 on node 2.
+    alone = true_seconds(pairs, "all_reduce", (2, 4), (), large)
+    assert true_seconds(pairs, "all_reduce", (2, 4), ((2, 4), (3, 5)), large) / alone == pytest.approx(2, rel=0.01)
+
+
 def test_links_that_a_scenario_changes_are_scaled_once():
-    own, _ = fit_measured(as_on_even_links(measured_on(LABS), LABS))
+    own, _ = fit_links(measured_on(LABS), LABS)
     slower = replace(LABS, racks=replace(LABS.racks, uplink=replace(LABS.racks.uplink, bandwidth_bytes_per_s=1e6)))
     costs = CollectiveCosts(cluster=LABS, dtype="float32", own=own, changed=slower)
     for ranks in ((0, 1), (1, 2)):
@@ -98,10 +123,12 @@ def test_links_that_a_scenario_changes_are_scaled_once():
 def test_equal_links_stay_as_they_are():
     even = even_links(LABS)
     rows = measured_on(even)
-    assert as_on_even_links(rows, even) is rows
+    assert as_on_even_links(rows, even)[1.0].seconds.tolist() == rows.seconds.tolist()
     assert even_links(even) is even
 
 
 def test_rows_of_another_cluster_stay_as_they_are():
     rows = measured_on(replace(LABS, nodes=LABS.nodes[:2], racks=None))
-    assert as_on_even_links(rows, LABS).seconds.tolist() == rows.seconds.tolist()
+    found = as_on_even_links(rows, LABS)
+    assert list(found) == [1.0]
+    assert found[1.0].seconds.tolist() == rows.seconds.tolist()

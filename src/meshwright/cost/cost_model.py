@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwright.cost.autocast import Widths, as_computed
 from meshwright.cost.collectives.collective_costs import CollectiveCosts
-from meshwright.cost.collectives.fitting import fit_measured
+from meshwright.cost.collectives.uneven_links import LinkModels, fit_links
 from meshwright.cost.conversion_costs import (
     is_tf32_by_default,
     op_type,
@@ -210,15 +210,15 @@ class CostModel:
     """Costs of ops, collectives, optimizer steps and copies on one cluster, for models that run in ``precision``.
 
     ``measurements``: the measurement table, or None. ``collectives``, ``collective_hosts``: models fitted to measured
-    collectives of this kind of cluster, for seconds and for the CPU seconds of a rank (`fit_measured`); by default
-    fitted to the transfers in ``measurements``. ``kernels``: the predictor of products and attention on GPUs
-    (`adapt_kernels`); None for the shipped one. ``traced``: ops of traces of this device kind (`collect_traced`); used
-    only with ``measurements``. ``software``: the training software (`find_software`); by default our runtime on current
-    PyTorch. ``end``: "low" or "high" for costs at that end of their 80 % intervals; see `at_end`. ``sharding`` with
-    ``devices``: each rank is a team of these devices, over which every op is split; see `for_teams`. ``teams``: costs
-    of communication within and between teams. ``usual_links``: the cluster with the measured links, if a scenario
-    changes them; the costs of its collectives are then scaled by the ratio of datasheet costs. On a slowed device,
-    costs are multiplied by its slowdown.
+    collectives of this kind of cluster, for seconds by slowness of links, and for the CPU seconds of a rank
+    (`fit_links`); by default fitted to the transfers in ``measurements``. ``kernels``: the predictor of products and
+    attention on GPUs (`adapt_kernels`); None for the shipped one. ``traced``: ops of traces of this device kind
+    (`collect_traced`); used only with ``measurements``. ``software``: the training software (`find_software`); by
+    default our runtime on current PyTorch. ``end``: "low" or "high" for costs at that end of their 80 % intervals; see
+    `at_end`. ``sharding`` with ``devices``: each rank is a team of these devices, over which every op is split; see
+    `for_teams`. ``teams``: costs of communication within and between teams. ``usual_links``: the cluster with the
+    measured links, if a scenario changes them; the costs of its collectives are then scaled by the ratio of datasheet
+    costs. On a slowed device, costs are multiplied by its slowdown.
     """
 
     cluster: Cluster
@@ -228,7 +228,7 @@ class CostModel:
     end: End | None = None
     sharding: Sharding = UNSHARDED
     devices: Cluster | None = None
-    collectives: CollectiveModel | None = None
+    collectives: LinkModels = field(default_factory=dict)
     collective_hosts: CollectiveModel | None = None
     kernels: KernelModel | None = None
     traced: TracedOps | None = None
@@ -245,9 +245,9 @@ class CostModel:
         if self.measurements is not None:
             object.__setattr__(self, "_ops", OpTable(self.measurements, dtype))
             object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, self.numbers))
-            if self.collectives is None and self.measurements.transfers:
+            if not self.collectives and self.measurements.transfers:
                 transfers = replace(self.measurements, ops=(), optimizers=(), overhead_s=0.0, batches=())
-                own, host = fit_measured(from_measurements(transfers))
+                own, host = fit_links(from_measurements(transfers), self.usual_links or self.devices or self.cluster)
                 object.__setattr__(self, "collectives", own)
                 object.__setattr__(self, "collective_hosts", host)
         costs = CollectiveCosts(

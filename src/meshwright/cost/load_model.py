@@ -18,8 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.cost.collectives.fitting import fit_measured
-from meshwright.cost.collectives.uneven_links import as_on_even_links
+from meshwright.cost.collectives.uneven_links import fit_links
 from meshwright.cost.cost_model import CostModel
 from meshwright.cost.kernels import KernelModel, adapt_kernels, is_tiled, shipped_model
 from meshwright.cost.op_estimates import collect_traced
@@ -56,7 +55,7 @@ def load_cost_model(
             f"first: {here.op[first]} {here.shapes[first][:100]}). Keep the right one of each."
         )
     refuse_impossible(here, cluster)
-    own, host = fit_measured(as_on_even_links(here, cluster))
+    own, host = fit_links(here, cluster)
     return CostModel(
         cluster=cluster,
         measurements=measured,

@@ -6,8 +6,8 @@ The sources, which are the basis of the estimate, in this order:
                   own runs
     interpolated  the same op was measured at smaller and larger batch sizes: linear between the nearest two
     regressed     ops of its family were measured: `cost.ops`
-    transferred   the op was measured at smaller or at larger batch sizes only: the nearest time × (roofline at this
-                  size / roofline at that size); or only its forward is in a trace
+    transferred   the op's family is unknown, and it was measured at smaller or at larger batch sizes only: the nearest
+                  time × (roofline at this size / roofline at that size); or only its forward is in a trace
     roofline      no similar op was measured; `cost.kernels` then estimates products and attention on GPUs
 
 An entry of the table belongs to an op at batch size n if its key equals ``op_key(graph, op, n)``. The intervals contain

@@ -55,13 +55,14 @@ def measure_transfers(
 
 
 def round_trip(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Send a message from rank 0 to rank 1 and back; both ranks must call this function."""
-    if dist.get_rank() == 0:
-        dist.send(buffer, 1, group=group)
-        dist.recv(buffer, 1, group=group)
+    """Send a message from the first to the second rank of a group and back; both ranks must call this function."""
+    first, second = dist.get_process_group_ranks(group)[:2]
+    if dist.get_rank() == first:
+        dist.send(buffer, second, group=group)
+        dist.recv(buffer, second, group=group)
     else:
-        dist.recv(buffer, 0, group=group)
-        dist.send(buffer, 0, group=group)
+        dist.recv(buffer, first, group=group)
+        dist.send(buffer, first, group=group)
 
 
 def _time(

@@ -6,7 +6,7 @@ For every r that divides the number N of ranks, these groups of r ranks are meas
     neighbours   all N / r groups of neighbouring ranks, at once
     strided      all N / r groups of ranks with stride N / r, at once (the other dimension of a mesh)
 
-A send is half a round trip between ranks 0 and 1. All other ops run within every group, in all groups at once.
+Every op runs within every group, in all groups at once. A send is half a round trip between the ranks of a pair.
 
 The remaining seconds of the budget are divided evenly among the remaining cells (op, groups, size). A cell is repeated
 as often as its seconds allow. If the fewest repetitions of a size take several times these seconds, larger sizes of the
@@ -20,7 +20,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Literal, get_args
@@ -45,20 +45,24 @@ _COUNT = 5
 
 
 class Computation:
-    """A computation of about 5 ms on a CPU: matrix products, in the same number on all ranks.
+    """A computation of about 5 ms of processor time: matrix products, in the same number on all ranks.
 
-    All ranks must create an instance at the same time, because they determine the number together.
+    ``seconds``: about the time that it takes, which is longer under a quota. All ranks must create an instance at the
+    same time, because they determine the number together.
     """
 
     def __init__(self) -> None:
         self._factor = torch.full((_ROWS, _ROWS), 1 / _ROWS)
         self._num_products = 10
         self()
-        start = time.perf_counter()
+        host, start = time.process_time(), time.perf_counter()
         self()
-        slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        elapsed = time.process_time() - host, time.perf_counter() - start
+        slowest = torch.tensor(elapsed, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        self._num_products = max(round(self._num_products * _COMPUTE_S / float(slowest)), 1)
+        factor = _COMPUTE_S / float(slowest[0])
+        self._num_products = max(round(self._num_products * factor), 1)
+        self.seconds = float(slowest[1]) * factor
 
     def __call__(self) -> None:
         """Run the computation once."""
@@ -66,9 +70,9 @@ class Computation:
             torch.mm(self._factor, self._factor)
 
 
-def sample_seconds(once_s: float) -> float:
+def sample_seconds(computation: Computation, once_s: float) -> float:
     """Return the approximate seconds of one sample of `time_among`, for a collective that takes ``once_s`` seconds."""
-    return _COUNT * (2 * _COMPUTE_S + once_s)
+    return _COUNT * (2 * computation.seconds + once_s)
 
 
 # On processors, the threads that compute and those that move data share cores and wait for each other's time slices.
@@ -121,6 +125,7 @@ _MOST_REPEATS, _FEWEST_REPEATS = 20, 3
 # If the fewest repetitions take this multiple of the cell's share, the series ends: larger sizes take longer.
 _PATIENCE = 4.0
 _ELEMENT_BYTES = 4
+_PAIR = 2
 # Longer ones hide the other work of processors.
 _SHORT_S = 0.02
 
@@ -222,17 +227,17 @@ def _time_places(
     sizes: tuple[int, ...], budget_s: float, device: Device, events: EventSink | None
 ) -> dict[_Cell, Timing]:
     """The times of this rank in every cell in which it takes part."""
-    start, rank, places = time.monotonic(), dist.get_rank(), list_places(dist.get_world_size())
+    start, places = time.monotonic(), list_places(dist.get_world_size())
     backend = "nccl" if device == "cuda" else "gloo"
-    groups = {place: _own_group(place, backend) for place in places}
     live = list(_series(places))
+    groups = {place: _own_group(place, backend) for place in dict.fromkeys(place for _, place in live)}
     computation = Computation() if device == "cpu" else None
     taken: dict[_Cell, Timing] = {}
     # Size by size over all series, so that if time runs out all lack their largest sizes and none is missing.
     for index, size in enumerate(sorted(sizes)):
         ended = []
         for done, (op, place) in enumerate(live):
-            group = groups[place] if op != "send" or rank < 2 else None
+            group = groups[place]
             action, num_bytes = _prepare(op, size, place.num_ranks, group, device)
             num_left = len(live) * (len(sizes) - index) - done
             once_s, share_s = _agree(action, device, (budget_s - (time.monotonic() - start)) / num_left)
@@ -241,7 +246,7 @@ def _time_places(
                 ended.append((op, place))
                 continue
             if computation is not None and op != "send" and once_s < _SHORT_S:
-                timing = time_among(action, computation, _repeats(share_s / sample_seconds(once_s)))
+                timing = time_among(action, computation, _repeats(share_s / sample_seconds(computation, once_s)))
             else:
                 affordable = int(share_s / once_s)
                 batch = min(max(affordable // _FEWEST_REPEATS, 1), BATCH)
@@ -253,6 +258,8 @@ def _time_places(
                     meet=dist.barrier,
                     finish=partial(_finish, device),
                 )
+                if group is not None:
+                    timing = _until_all(timing, group, device)
             if group is not None:
                 taken[op, place.num_ranks, len(place.groups), place.stride, num_bytes] = timing
         live = [one for one in live if one not in ended]
@@ -268,9 +275,10 @@ def _own_group(place: RankGroups, backend: str) -> dist.ProcessGroup | None:
 
 
 def _series(places: Sequence[RankGroups]) -> Iterator[tuple[TransferKind, RankGroups]]:
-    """Every op in every place; a send is between the first two ranks, wherever they are."""
+    """Every op in every place; sends in those of two ranks, or else between the first two."""
+    pairs = [place for place in places if place.num_ranks == _PAIR] or [RankGroups(groups=((0, 1),), stride=1)]
     for op in get_args(TransferKind):
-        yield from ((op, place) for place in places if op != "send" or place == places[0])
+        yield from ((op, place) for place in (pairs if op == "send" else places))
 
 
 def _prepare(
@@ -308,6 +316,13 @@ def _agree(action: Callable[[], object], device: Device, share_s: float) -> tupl
     return max(float(worst[0]), 1e-9), -float(worst[1])
 
 
+def _until_all(timing: Timing, group: dist.ProcessGroup, device: Device) -> Timing:
+    """The time until every rank of a group has its result: ranks on slow links have it later than others."""
+    slowest = torch.tensor(timing.seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return replace(timing, seconds=float(slowest))
+
+
 def _repeats(affordable: float) -> int:
     return min(max(int(affordable), _FEWEST_REPEATS), _MOST_REPEATS)
 
@@ -323,7 +338,7 @@ def _order(cell: _Cell) -> tuple[int, tuple[int, ...]]:
 
 
 def _records(parts: Sequence[dict[_Cell, Timing]], *, num_nodes: int, num_ranks: int, device: Device) -> Records:
-    """The mean over ranks of every cell; processor seconds only if ranks share processors."""
+    """The mean over ranks (and so over groups) of every cell; processor seconds only if ranks share processors."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     per_node = num_ranks // num_nodes
     rows = []

@@ -20,19 +20,20 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, flatten_batch, part
+from meshwright.cost import CostModel
 from meshwright.cost.memory import backend_of
 from meshwright.emulation import Emulated, num_cores_here, open_lab
 from meshwright.measurement import DEFAULT_SIZES, OpSource, RankContext, measure_links, measure_machine, run_ranks
 from meshwright.records import Records, concat_records, from_measurements
 from meshwright.runtime import measure_overhead
-from meshwright.spec import Cluster, ClusterError, EventSink, Measurements, NullSink
+from meshwright.spec import Cluster, ClusterError, EventSink, Graph, Measurements, NullSink
 from meshwright.training.job import tile
 from meshwright.zoo import ModelSource, load_model
 
 Sizes = tuple[tuple[str, int], ...]
 
 # Emulated links are slow, and their ranks are stopped by quotas: fewer sizes than on a real network, and more time.
-# The 21 series of four ranks at 100 Mbit/s take three times 0.7 s for 4 MiB, 45 s in all. No size takes a link more
+# The 23 series of four ranks at 100 Mbit/s take three times 0.7 s for 4 MiB, 45 s in all. No size takes a link more
 # than a second.
 _EMULATED_SIZES = (16, 2**16, 2**19, 2**22)
 _EMULATED_S = 150.0
@@ -84,19 +85,20 @@ def measure_emulated(
 
     The collectives are timed on the emulated links, by ranks under their quotas. The ops are timed without quotas,
     because an op alone may fit into what a period allows, and would show nothing of the quota. Their times are divided
-    by the speed of whole passes of the model under quotas, on all ranks at once, relative to passes without quotas: it
-    is less than the share of a core (`benchmarks/emulation.py --only shares`). The other arguments are those of
-    `measure_here`. Raises ClusterError for nodes of unequal numbers of devices, for devices of several kinds and for
-    GPUs, and the errors of `open_lab` and `measure_here`.
+    by the speed of ranks under quotas: the seconds of all ops of the model at the largest batch size, relative to a
+    whole pass of the model on all ranks at once. Without a model it is the speed of another pass under quotas, relative
+    to the same pass without. It is less than the share of a core (`benchmarks/emulation.py --only shares`). The other
+    arguments are those of `measure_here`. Raises ClusterError for nodes of unequal numbers of devices, for devices of
+    several kinds and for GPUs, and the errors of `open_lab` and `measure_here`.
     """
     device = _only_kind(cluster)
     emulated = Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks)))
-    cores = num_cores_here()
-    passes = partial(
-        run_ranks, _time_passes, reference, sizes, max(microbatch_sizes, default=1), timeout_s=_EMULATED_TIMEOUT_S
-    )
+    num_busy, batch_size = min(num_cores_here(), cluster.num_ranks), max(microbatch_sizes, default=1)
+    passes = partial(run_ranks, _time_passes, reference, sizes, batch_size, timeout_s=_EMULATED_TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="meshwright-measure-") as scratch, open_lab(emulated, Path(scratch)) as lab:
         lab.start_clock()
+        # Before and after the links: the speed of shared processors drifts within minutes.
+        before_s = passes(num_ranks=cluster.num_ranks, prepare=lab.enter)
         links = measure_links(
             num_ranks=cluster.num_ranks,
             num_nodes=len(cluster.nodes),
@@ -106,19 +108,24 @@ def measure_emulated(
             events=events,
             prepare=lab.enter,
         )
-        shared_s = passes(num_ranks=cluster.num_ranks, prepare=lab.enter)
-    alone_s = passes(num_ranks=min(cores, cluster.num_ranks))
+        shared_s = np.mean([before_s, passes(num_ranks=cluster.num_ranks, prepare=lab.enter)], axis=0)
     table = measure_here(
         reference,
         microbatch_sizes,
         sizes=sizes,
-        num_ranks=min(cores, cluster.num_ranks),
+        num_ranks=num_busy,
         repeats=repeats,
         transfer_sizes=(),
         events=events,
     )
+    if reference is None:
+        alone_s = float(np.mean(passes(num_ranks=num_busy)))
+    else:
+        alone_s = _sum_ops(
+            op_source(reference, sizes, batch_size).graph, replace(table, device=device), cluster, batch_size
+        )
     slowdowns = [cluster.device_kind(rank).slowdown for rank in range(cluster.num_ranks)]
-    speed = np.mean(alone_s) * np.mean(np.array(slowdowns) / np.array(shared_s))
+    speed = alone_s * np.mean(np.array(slowdowns) / shared_s)
     source = f"{table.conditions}; divided by {speed:.3g}, the speed on emulated cluster {cluster.name}"
     ops = from_measurements(table)
     ops = replace(ops, seconds=ops.seconds / speed, source=np.full(len(ops), source, object))
@@ -147,6 +154,13 @@ def _time_passes(_context: RankContext, reference: str | None, sizes: Sizes, bat
         loss_of().backward()
         count += 1
     return taken_s / count
+
+
+def _sum_ops(graph: Graph, table: Measurements, cluster: Cluster, batch_size: int) -> float:
+    """Return the seconds of all ops of a pass (forward and backward) by a table measured without quotas."""
+    kind = cluster.device_kind(0).at_usual_speed()
+    costs = CostModel(cluster=cluster, measurements=table).estimate_ops(graph, batch_size, kind)
+    return float(costs.microbatch_s().sum())
 
 
 def _only_kind(cluster: Cluster) -> str:

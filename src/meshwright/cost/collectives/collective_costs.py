@@ -1,6 +1,6 @@
 """The cost of a collective on a cluster: measured on the cluster, else measured elsewhere, else by datasheet.
 
-    own         the user's measurements (`fit_collectives`), if all ranks are of the measured device kind
+    own         the user's measurements (`fit_links`), if all ranks are of the measured device kind
     shipped     public measurements of nodes with the same device kind and link (`shipped_fits`), inside a node
     datasheet   `quote_collective`, with the errors of such estimates on public clusters as interval (`datasheet`)
 
@@ -12,6 +12,7 @@ broadcast takes at least the time of its ranks on one node.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import log
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, chec
 from meshwright.cost.collectives.collective_groups import CollectiveGroup, place_group
 from meshwright.cost.collectives.datasheet import Tariff, bound_cost, datasheet_scale, quote_collective
 from meshwright.cost.collectives.shipped_fits import load_shipped
-from meshwright.cost.collectives.uneven_links import even_links
+from meshwright.cost.collectives.uneven_links import LinkModels, even_links, find_slowness
 from meshwright.cost.costs import Basis, Floats, Predictions
 
 if TYPE_CHECKING:
@@ -42,14 +43,14 @@ class CollectiveCosts:
     """The costs of collectives on one cluster.
 
     ``dtype``: data type of the messages; used only if several types were measured. ``own``: the user's measured
-    seconds; ``host``: the measured CPU seconds of a rank; None if not measured. ``changed``: the same cluster with
-    other links, or None. With ``changed``, the seconds on ``cluster`` are multiplied by the ratio of the datasheet
-    costs on the two clusters. ``own`` holds for equal links between nodes; see `uneven_links`.
+    seconds by slowness of links (`uneven_links`); ``host``: the measured CPU seconds of a rank; None if not measured.
+    ``changed``: the same cluster with other links, or None. With ``changed``, the seconds on ``cluster`` are multiplied
+    by the ratio of the datasheet costs on the two clusters.
     """
 
     cluster: Cluster
     dtype: str = ""
-    own: CollectiveModel | None = None
+    own: LinkModels = field(default_factory=dict)
     host: CollectiveModel | None = None
     changed: Cluster | None = None
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
@@ -71,7 +72,8 @@ class CollectiveCosts:
         check_messages(op, num_bytes)
         if algorithm is not None:
             return self._by_datasheet(op, tuple(ranks), num_bytes, concurrent, algorithm)
-        found, usual = self._ask(self.own, op, tuple(ranks), num_bytes, concurrent), self._even
+        self._place(tuple(ranks), concurrent)
+        found, usual = self._ask_own(op, tuple(ranks), num_bytes, concurrent)
         if found is None and len(ranks) > 1:
             found, usual = self._ask_shipped(op, tuple(ranks), num_bytes, concurrent), self.cluster
         if found is None:
@@ -98,7 +100,7 @@ class CollectiveCosts:
         concurrent: Groups,
     ) -> Predictions | None:
         """Return the prediction of a model fitted on one device kind, if all ranks are of it."""
-        group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
+        group = self._place(ranks, concurrent)
         kinds = self._keep(("kinds", ranks), lambda: {self.cluster.device_kind(rank).name for rank in ranks})
         if model is None or kinds != {model.device}:
             return None
@@ -137,9 +139,29 @@ class CollectiveCosts:
             return found if faster is None else _not_below(found, shipped.widen(faster))
         return self._not_below_inside(found, op, ranks, num_bytes)
 
-    @property
-    def _even(self) -> Cluster:
-        return self._keep(("even",), lambda: even_links(self.cluster))
+    def _even(self, slowness: float) -> Cluster:
+        return self._keep(("even", slowness), lambda: even_links(self.cluster, slowness))
+
+    def _ask_own(
+        self, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
+    ) -> tuple[Predictions | None, Cluster]:
+        """Return the prediction from the user's measurements, None without comparable ones, and the cluster it is for.
+
+        Of the models with groups of the same number of ranks, else of all, the one of the most similar links is used.
+        """
+        slowness = 1.0
+        if len(self.own) > 1:
+            even, actual = (self._quote(each, op, ranks, concurrent)[1] for each in (self._even(1.0), self.cluster))
+            slowness = find_slowness([even], [actual])
+
+        def distance(known: float) -> tuple[bool, float]:
+            return not self.own[known].has_measured(op, len(ranks)), abs(log(known / slowness))
+
+        for known in sorted(self.own, key=distance):
+            found = self._ask(self.own[known], op, ranks, num_bytes, concurrent)
+            if found is not None:
+                return found, self._even(known)
+        return None, self.cluster
 
     def _scaled(
         self,
@@ -181,10 +203,13 @@ class CollectiveCosts:
         algorithm: Algorithm | None = None,
     ) -> tuple[CollectiveGroup, Tariff]:
         """Return the place of a group, and its datasheet tariff on a cluster that differs in links only."""
-        group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
+        group = self._place(ranks, concurrent)
         # All clusters that are asked for are kept by this object, so that no other one gets their ids.
         key = ("tariff", id(cluster), op, ranks, concurrent, algorithm)
-        return group, self._keep(key, lambda: quote_collective(cluster, op, ranks, group, algorithm))
+        return group, self._keep(key, lambda: quote_collective(cluster, op, ranks, group, algorithm, concurrent))
+
+    def _place(self, ranks: tuple[int, ...], concurrent: Groups) -> CollectiveGroup:
+        return self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
 
     def _keep(self, key: Hashable, compute: Callable[[], T]) -> T:
         if key not in self._kept:

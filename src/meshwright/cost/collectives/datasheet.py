@@ -44,6 +44,7 @@ from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
 
 # The interval of a datasheet cost t is, with factors by op that contain 80 % of measurements on public clusters,
@@ -166,11 +167,18 @@ class Tariff:
 
 
 def quote_collective(
-    cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: CollectiveGroup, algorithm: Algorithm | None = None
+    cluster: Cluster,
+    op: CollectiveOp,
+    ranks: Sequence[int],
+    group: CollectiveGroup,
+    algorithm: Algorithm | None = None,
+    concurrent: Sequence[Sequence[int]] = (),
 ) -> Tariff:
     """Return the costs of a collective among ``ranks``, whose `CollectiveGroup` is ``group``.
 
-    ``algorithm`` restricts the options; None allows all algorithms of the devices. A single rank takes no time.
+    ``algorithm`` restricts the options; None allows all algorithms of the devices. ``concurrent``: groups that run the
+    same collective at the same time, and share the uplinks of racks and the paths between nodes; ``group`` counts those
+    that share NICs. A single rank takes no time.
     """
     by_nccl = all(cluster.device_kind(rank).compute_capability for rank in ranks)
     if group.num_ranks == 1:
@@ -178,7 +186,8 @@ def quote_collective(
     by_node = Counter(cluster.node_index(rank) for rank in ranks)
     ways = find_ways([(cluster.nodes[index], count) for index, count in by_node.items()], group.num_sharing)
     if cluster.racks is not None or cluster.paths:
-        ways = _bound_between(cluster, op, by_node, ways)
+        others = [{cluster.node_index(rank) for rank in other} for other in concurrent if set(other) != set(ranks)]
+        ways = _bound_between(cluster, op, by_node, others, ways)
     counts = tuple(by_node.values())
     if by_nccl:
         found = [
@@ -213,15 +222,20 @@ def find_ways(nodes: Sequence[tuple[Node, int]], num_sharing: int) -> Ways:
     )
 
 
-def _bound_between(cluster: Cluster, op: CollectiveOp, by_node: Mapping[int, int], ways: Ways) -> Ways:
+def _bound_between(
+    cluster: Cluster, op: CollectiveOp, by_node: Mapping[int, int], others: Sequence[AbstractSet[int]], ways: Ways
+) -> Ways:
     """Return the links of a group, limited by slower parts between the NICs of its nodes.
 
-    In a ring or a tree, the traffic leaving a rack equals that leaving a node. In an all-to-all each device of a rack
-    sends to all others, so that the rack's uplinks carry more than a NIC does.
+    ``others``: the nodes of each concurrent group. Groups with both nodes of a path share it; groups in several racks
+    share the uplinks of a rack. In a ring or a tree, the traffic leaving a rack equals that leaving a node. In an
+    all-to-all each device of a rack sends to all others, so that the rack's uplinks carry more than a NIC does.
     """
     latency_s, bandwidth = ways.across_s, ways.across_bytes_per_s
     for path in cluster.paths_among(by_node):
-        latency_s, bandwidth = max(latency_s, path.link.latency_s), min(bandwidth, path.link.bandwidth_bytes_per_s)
+        sharing = 1 + sum(set(path.nodes) <= nodes for nodes in others)
+        latency_s = max(latency_s, path.link.latency_s)
+        bandwidth = min(bandwidth, path.link.bandwidth_bytes_per_s / sharing)
     by_rack = Counter(cluster.rack_of(index) for index in by_node for _ in range(by_node[index]))
     if cluster.racks is not None and len(by_rack) > 1:
         rails = min(min(cluster.nodes[index].num_nics, count) for index, count in by_node.items())
@@ -229,7 +243,9 @@ def _bound_between(cluster: Cluster, op: CollectiveOp, by_node: Mapping[int, int
         if op == "all_to_all":
             rails *= min(len(by_node), cluster.racks.nodes_per_rack)
             load = _most_leaving(by_rack, num_ranks) / _most_leaving(by_node, num_ranks)
-        uplinks = min(cluster.racks.num_uplinks, rails)
+        racks = [{cluster.rack_of(node) for node in nodes} for nodes in others]
+        sharing = 1 + max(sum(len(touched) > 1 and rack in touched for touched in racks) for rack in by_rack)
+        uplinks = min(cluster.racks.num_uplinks / sharing, rails)
         latency_s += cluster.racks.uplink.latency_s
         bandwidth = min(bandwidth, cluster.racks.uplink.bandwidth_bytes_per_s * uplinks / load)
     return replace(ways, across_s=latency_s, across_bytes_per_s=bandwidth)

@@ -135,6 +135,10 @@ class CollectiveModel:
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
+    def has_measured(self, op: CollectiveOp, num_ranks: int) -> bool:
+        """Return whether a collective was measured in a group of this number of ranks."""
+        return any(series.op == op and series.group.num_ranks == num_ranks for series in self.series)
+
     def predict(
         self, op: CollectiveOp, group: CollectiveGroup, num_bytes: Floats, *, dtype: str = "", num_groups: int = 0
     ) -> Predictions | None:

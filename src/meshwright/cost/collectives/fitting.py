@@ -90,16 +90,13 @@ def fit_collectives(rows: Records, topology: Topology | None = None, *, phase: s
     )
 
 
-def fit_measured(rows: Records) -> tuple[CollectiveModel | None, CollectiveModel | None]:
-    """Return two models fitted to the latest rows of one device: of seconds, and of CPU seconds.
+def fit_latest(rows: Records, phase: str = "") -> CollectiveModel | None:
+    """Return a model fitted to the latest rows of one device, of seconds or (``phase`` "host") of CPU seconds.
 
-    A model is None if no rows of its kind exist.
+    The result is None without usable rows.
     """
     latest = rows.dedupe(("op", "phase", "shapes", "dtype"))
-    own, host = (
-        fit_collectives(latest, phase=phase) if len(collective_rows(latest, phase)) else None for phase in ("", "host")
-    )
-    return own, host
+    return fit_collectives(latest, phase=phase) if len(collective_rows(latest, phase)) else None
 
 
 def collective_rows(rows: Records, phase: str = "") -> Records:

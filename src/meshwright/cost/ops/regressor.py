@@ -88,8 +88,6 @@ Describe = Callable[[str], OpWork | None]
 # v, w, l (in doublings of a size) and the deviation of ln t between two measurements of one op in different models.
 _SHARED, _ALIKE, _SCALE, _NOISE = 0.3, 1.0, 12.0, 0.2
 _PRIOR_DEVIATION = math.sqrt(3.0 * (_SHARED + _ALIKE) + _NOISE**2)
-# The fewest forwards of a family to learn from: with fewer, no row is the quantile that contains INTERVAL_SHARE.
-_MIN_ROWS = 4
 # The deviation of ln t that the explanation leaves: rows count almost equally in its fit, however precise they are.
 _UNEXPLAINED = 0.5
 # Twice the cost of reading the clock (`measurement.clocks`): shorter times are noise.
@@ -158,7 +156,7 @@ class OpRegressor:
     describe: Describe = read_work
 
     def knows(self, key: str) -> bool:
-        """Return whether the op with this key can be predicted: enough ops of its family were measured in its dtype."""
+        """Return whether the op with this key can be predicted: an op of its family was measured in its dtype."""
         work = self.describe(key)
         return work is not None and work.dtype in ("", self.dtype) and ("forward", work.family) in self.processes
 
@@ -217,8 +215,6 @@ def fit_op_regressor(
                 families[work.family].append((work, row))
         alone, apart = [np.zeros(0)], [np.zeros(0)]
         for family, known in families.items():
-            if part == "forward" and len(known) < _MIN_ROWS:
-                continue
             process, names = _fit_family(known, part, kind, dtype), [row.key for _, row in known]
             processes[part, family] = process
             alone.append(process.left_out(names))
