@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwright
 
 
-def main(plan: str, out: str, data_seed: int) -> None:
+def main(plan: str, out: str, data_seed: int, **options: int) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
     generator = torch.Generator().manual_seed(data_seed)
@@ -17,7 +17,9 @@ def main(plan: str, out: str, data_seed: int) -> None:
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16, shuffle=True, generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    trainer = meshwright.prepare(model, nn.functional.cross_entropy, optimizer, next(iter(loader)), plan=plan)
+    trainer = meshwright.prepare(
+        model, nn.functional.cross_entropy, optimizer, next(iter(loader)), plan=plan, **options
+    )
     for _ in range(5):
         for inputs, targets in loader:
             value = trainer.step(inputs, targets)
@@ -27,4 +29,6 @@ def main(plan: str, out: str, data_seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    # A plan with an exchange policy also needs the number of steps: five epochs of four batches.
+    options = {"num_steps": 20} if "--policy" in sys.argv else {}
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), **options)

@@ -10,6 +10,7 @@ from meshwright.program.controllers import make_controller, with_policy
 from meshwright.simulator import replay_measured
 from meshwright.simulator.policy_simulation import parameter_bytes
 from meshwright.spec import (
+    GradientExchange,
     Plan,
     PlanError,
     StagePlan,
@@ -20,8 +21,9 @@ from meshwright.spec import (
     write_document,
 )
 from meshwright.spec.decision_log import DecisionLog
-from meshwright.training import Job, check_losses, refuse_unchecked, run_plan
+from meshwright.training import Job, check_losses, prepare, refuse_unchecked, run_plan
 from meshwright.zoo import load_model
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.distributed
 STEPS = 5
@@ -93,8 +95,35 @@ def test_losses_of_some_gradients_are_not_checked(tmp_path):
         refuse_unchecked(job_of(tmp_path, "backup:1"))
 
 
-def test_ranks_that_step_by_themselves_do_not_prepare(tmp_path):
-    from meshwright.training import prepare
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        ("backup:1", {}, "was prepared without num_steps"),
+        ("backup:1", {"num_steps": 0}, "with num_steps=0"),
+        ("backup:1", {"num_steps": 5, "clip_norm": 1.0}, "whose runs have no clip_norm"),
+        ("", {"num_steps": 5}, "for a plan without an exchange policy"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_policy_are_refused(policy, options, message):
+    plan = plan_under("backup:1")
+    plan = plan if policy else replace(plan, exchange=GradientExchange())
+    with pytest.raises(PlanError, match=message):
+        prepare(None, None, None, None, plan=plan, **options)
 
-    with pytest.raises(PlanError, match="under which ranks take their steps at different times"):
-        prepare(None, None, None, None, plan=replace(plan_under("backup:1"), model="other"))
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("few", "The run ended after 1 of 2 steps"),
+        ("many", "A batch was given after 2 steps"),
+        ("wrong size", "A batch with 3 samples was given; expected the plan's global batch of 4"),
+        ("other batches", "read another first batch than rank 0"),
+        ("failing", "this batch cannot be read"),
+    ],
+)
+def test_wrong_batches_end_the_run_on_all_ranks(case, message, tmp_path):
+    run_ranks("tests.training.policy_worker", 2, case, str(tmp_path))
+    found = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert any(message in text for text in found)
+    assert all(found), "every rank ends with an error"

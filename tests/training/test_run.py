@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwright.capture import capture_model
 from meshwright.cli.main import invoke
+from meshwright.program.controllers import with_policy
 from meshwright.spec import (
     DocumentError,
     Graph,
@@ -157,10 +158,12 @@ def test_a_plan_for_another_model_is_refused_by_its_hash(gpt_plan, tmp_path, war
         run_plan(Job(plan=str(other), num_steps=2), tmp_path / "out")
 
 
-def start_script(plan: Path, out: Path, data_seed: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def start_script(
+    plan: Path, out: Path, data_seed: str, *options: str, num_ranks: int = 2
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.run(
-        [*command, str(HERE / "four_lines.py"), str(plan), str(out), data_seed],
+        [*command, str(HERE / "four_lines.py"), str(plan), str(out), data_seed, *options],
         capture_output=True,
         text=True,
         timeout=120,
@@ -196,6 +199,22 @@ def test_four_lines_in_a_users_script_equal_plain_training(script_plan, tmp_path
     assert state.keys() == wanted.keys()
     for key in wanted:
         assert (state[key] - wanted[key]).norm() <= 1e-4 * wanted[key].norm()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("policy", "num_ranks"), [("partial:2", 2), ("backup:0", 3)])
+def test_four_lines_under_a_policy_with_all_gradients_equal_plain_training(policy, num_ranks, script_plan, tmp_path):
+    plan = read_document(Plan, script_plan)
+    replicas = StagePlan(start=0, stop=plan.stages[-1].stop, ranks=(0, 1))
+    cluster, exchange = f"{num_ranks}xcpu", with_policy(policy, num_ranks)
+    plan = replace(plan, cluster=cluster, stages=(replicas,), num_microbatches=2, schedule="gpipe", exchange=exchange)
+    path = write_document(plan, tmp_path / "policy.json")
+    done = start_script(path, tmp_path / "model.pt", "1", "--policy", num_ranks=num_ranks)
+    assert done.returncode == 0, done.stderr
+    assert "last loss" in done.stdout
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    for key, wanted in plain_training().items():
+        assert (state[key] - wanted).norm() <= 1e-4 * wanted.norm()
 
 
 LEAVING = """

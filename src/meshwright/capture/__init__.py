@@ -12,6 +12,7 @@
 from meshwright.capture.calls import capture_calls
 from meshwright.capture.capture import Captured, capture_model, check_capture, flatten_batch
 from meshwright.capture.describe import has_own_graph, own_graph
+from meshwright.capture.export import split_batch
 from meshwright.capture.joint import differentiate
 from meshwright.capture.module_parts import part, rebuild, strides_of
 
@@ -26,5 +27,6 @@ __all__ = [
     "own_graph",
     "part",
     "rebuild",
+    "split_batch",
     "strides_of",
 ]

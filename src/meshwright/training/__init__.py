@@ -7,6 +7,7 @@ from meshwright.training.dry import DryRun, FakeModel, dry_run
 from meshwright.training.feed import Feed, measure_batches_here
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 from meshwright.training.launch import leave, run_plan, run_rank, started_by_torchrun
+from meshwright.training.policy_run import PolicyTrainer
 from meshwright.training.step_measuring import measure_emulated, measure_here
 from meshwright.training.text import text_batches
 from meshwright.training.trainer import Trainer, prepare
@@ -20,6 +21,7 @@ __all__ = [
     "Feed",
     "Job",
     "Outcome",
+    "PolicyTrainer",
     "RunResult",
     "Trainer",
     "calibrate_here",

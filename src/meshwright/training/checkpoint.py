@@ -11,9 +11,11 @@ must be on a shared file system.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +48,25 @@ class CheckpointMeta:
     sums: tuple[str, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
+
+
+def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a state dict with torch.save, completely or not at all (by renaming a temporary file).
+
+    Raises DocumentError if the folder cannot be written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be written ({error.strerror}). Choose a writable folder.") from None
+    try:
+        torch.save(state, temporary)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def save_checkpoint(

@@ -10,11 +10,13 @@ is read by every rank from end to end; the rank drops the samples of other ranks
                 queue); at this number, producers wait
     failure     an error of the data set is raised at the wait for its microbatch, and reading stops
 
-`measure_batches_here` does not use a `Feed`: it times inference batches of a model on a device of this machine.
+`check_same_batch` and `check_same` compare what all ranks have read. `measure_batches_here` does not use a `Feed`: it
+times inference batches of a model on a device of this machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import platform
 import threading
@@ -27,6 +29,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, default_collate
 
@@ -443,6 +446,30 @@ def _failed(what: str, error: BaseException | None) -> RunError:
     failed = RunError(f"The data set failed at {what}: {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed
+
+
+def check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise RunError unless ``tensors`` are the same batch on all ranks. All ranks call it together."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    check_same("read another first batch than rank 0", digest.hexdigest())
+
+
+def check_same(what: str, own: str) -> None:
+    """Raise RunError unless ``own`` is the same text on all ranks; ``what`` says in the message what differs.
+
+    All ranks call it together.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
+    if different:
+        raise RunError(
+            f"Ranks {', '.join(map(str, different))} {what}. Every rank must read the "
+            "same global batches: seed the shuffling alike on all ranks (torch.manual_seed, or DataLoader's generator) "
+            "and use no DistributedSampler."
+        )
 
 
 def unpack(batch: Any) -> tuple[Any, Any]:

@@ -1,18 +1,21 @@
-"""Train under an exchange policy (`train_by_policy`): the plan's controller decides on the events of the ranks.
+"""Train under an exchange policy: the plan's controller decides on the events of the ranks.
 
-Each rank holds the whole model. Replica w computes part w of a global batch, as under sums; so replicas that skip a
-step skip their part of that batch. Rank 0 decides, and reports a step when its updates have ended. The loss of a step
-is the mean over the replicas that computed it.
+`PolicyTrainer` trains on batches that the caller hands in, `train_by_policy` on those of a job. Each rank holds the
+whole model. Replica w computes part w of a global batch, as under sums; so replicas that skip a step skip their part of
+that batch. Rank 0 decides, and reports a step when its updates have ended. The loss of a step is the mean over the
+replicas that computed it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,171 @@ from torch._C._distributed_c10d import TCPStore
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils import _pytree as pytree
 
+from meshwright.capture import split_batch
 from meshwright.program.controllers import make_controller
-from meshwright.runtime import COMMUNICATION_TIMEOUT, choose_device, join_group, microbatch_seed
-from meshwright.runtime.controlled import Replica, run_controlled
+from meshwright.runtime import COMMUNICATION_TIMEOUT, OptimizerArgument, choose_device, join_group, microbatch_seed
+from meshwright.runtime.controlled import Decided, Replica, run_controlled
 from meshwright.simulator import check_policy, number_steps, steady_window
-from meshwright.spec import EventSink, Instruction, OptimizerStep, Plan, encode_document
+from meshwright.spec import (
+    EventSink,
+    Instruction,
+    OptimizerStep,
+    Plan,
+    PlanError,
+    ProgramError,
+    RunError,
+    encode_document,
+    format_count,
+)
 from meshwright.spec.codec import dump_json
+from meshwright.training.checkpoint import save_state
+from meshwright.training.feed import check_same_batch
 from meshwright.training.job import Job, RunResult, StepFacts, Trained, load_source, make_batches, make_optimizer
-from meshwright.training.trainer import save_state
 from meshwright.zoo import ModelSource
+
+
+class PolicyTrainer:
+    """A model in training under an exchange policy; made by `prepare`.
+
+    All ranks hand in the same ``num_steps`` global batches (`step`). A replica computes its part of a batch, or skips
+    it, as the policy decides; a rank that only keeps the parameters computes nothing. ``report`` is called on rank 0
+    after every step, in another thread. Raises PlanError if the number of processes is not that of the plan, and as
+    `check_policy`.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        plan: Plan,
+        optimizer: OptimizerArgument,
+        num_steps: int,
+        run_seed: int = 0,
+        report: Callable[[StepFacts], None] | None = None,
+    ) -> None:
+        self._model, self._plan, self._num_steps = source.model, plan, num_steps
+        self._rank, num_processes = dist.get_rank(), dist.get_world_size()
+        if num_processes != plan.num_devices:
+            raise PlanError(
+                f"The plan is for {format_count(plan.num_devices, 'rank')}, but {num_processes} processes were "
+                f"started. Start {plan.num_devices}, or plan for {format_count(num_processes, 'device')}."
+            )
+        self._batches, self._num_given = _HandOver(), 0
+        self._losses_of = _MicrobatchLosses(source, plan, run_seed, self._batches.take)
+        replica = Replica(source.model, self._losses_of, lambda parameters: _own_optimizer(optimizer, parameters))
+        updates_per_step = check_policy(plan, num_steps, replica.num_bytes)
+        on_end = None
+        if report is not None and self._rank == 0:
+            on_end = _Steps(updates_per_step, plan.workload.global_batch * plan.used_share, report).follow
+        self._error: BaseException | None = None
+        self._decided: Decided | None = None
+        self._losses: tuple[float, ...] | None = None
+        arguments = replica, _make_store(self._rank), on_end
+        self._thread = threading.Thread(target=self._follow, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _follow(self, replica: Replica, store: TCPStore, on_end: Callable[[Instruction], None] | None) -> None:
+        """Take part in the run until its end."""
+        num_workers = len(self._plan.stages[0].ranks)
+        try:
+            self._decided = run_controlled(
+                make_controller(self._plan.exchange, num_workers, self._num_steps, replica.num_bytes),
+                replica,
+                rank=self._rank,
+                num_ranks=self._plan.num_devices,
+                store=store,
+                timeout_s=COMMUNICATION_TIMEOUT.total_seconds(),
+                on_end=on_end,
+            )
+        except BaseException as error:  # raised by the next call of the caller's thread
+            self._error = error
+        finally:
+            self._batches.close()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is executed."""
+        return self._plan
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the process group."""
+        return self._rank
+
+    @property
+    def decided(self) -> Decided | None:
+        """The decisions of the run, on rank 0 after `finish`; else None."""
+        return self._decided if self._losses is not None else None
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """After `finish`, the loss of every step, nan for one that no replica computed; before, empty."""
+        return self._losses or ()
+
+    def step(self, inputs: Any, targets: Any = ()) -> float:
+        """Hand in the next global batch; return when this rank needs another one.
+
+        The result is the loss of this rank's part of the batch, nan if it computed none. The rank of the parameters
+        returns at the end of the run. Raises PlanError if the number of samples is not the plan's global batch;
+        RunError if the ranks were given different first batches, after ``num_steps`` batches, and for errors of the
+        run.
+        """
+        if self._num_given == self._num_steps:
+            raise RunError(
+                f"A batch was given after {format_count(self._num_given, 'step')}, the num_steps of this run. End the "
+                "loop there, or prepare with more num_steps."
+            )
+        tensors = [item for item in pytree.tree_leaves((inputs, targets)) if isinstance(item, torch.Tensor)]
+        sizes = {len(item) for item in tensors if item.ndim}
+        if sizes != {self._plan.workload.global_batch}:
+            raise PlanError(
+                f"A batch with {' and '.join(map(str, sorted(sizes))) or 'no'} samples was given; expected the plan's "
+                f"global batch of {self._plan.workload.global_batch}."
+            )
+        if self._num_given == 0:
+            check_same_batch(tensors)
+        number, self._num_given = self._num_given, self._num_given + 1
+        arguments, keywords, targets = split_batch(inputs, targets)
+        self._batches.give(number, (keywords or arguments, targets))
+        self._raise_error()
+        return self._losses_of.computed.get(number * self._plan.num_microbatches + self._rank, math.nan)
+
+    def finish(self) -> None:
+        """Wait for the end of the run; then all ranks have the same parameters. All ranks call it together.
+
+        Where each replica has parameters of its own, these become their mean. Raises RunError before all batches were
+        given, and for errors of the run.
+        """
+        if self._losses is not None:
+            return
+        if self._num_given < self._num_steps:
+            raise RunError(
+                f"The run ended after {self._num_given} of {format_count(self._num_steps, 'step')}. Under an exchange "
+                "policy all steps are needed: give as many batches, or prepare with fewer num_steps."
+            )
+        self._thread.join()
+        self._raise_error()
+        losses = self._losses_of.gather(self._num_steps)
+        _share_parameters(self._model, self._plan)
+        self._losses = losses
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return the model's state dict on rank 0, after `finish`; None on other ranks. All ranks call it together."""
+        self.finish()
+        return self._model.state_dict() if self._rank == 0 else None
+
+    def save(self, path: Path | str) -> None:
+        """Write `state_dict` with torch.save, completely or not at all. All ranks call it together.
+
+        Raises DocumentError if the folder cannot be written to.
+        """
+        state = self.state_dict()
+        if state is not None:
+            save_state(state, Path(path))
+        dist.barrier()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], events: EventSink) -> Trained:
@@ -41,40 +200,30 @@ def train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], e
     ``report`` is called on rank 0 after every step.
     """
     join_group(choose_device(plan, job.device))
-    rank, num_workers = dist.get_rank(), len(plan.stages[0].ranks)
     source = load_source(plan, job.seed)
-    losses_of = _MicrobatchLosses(source, plan, job)
-    replica = Replica(
-        source.model,
-        losses_of,
-        lambda parameters: make_optimizer(parameters, plan.workload.optimizer, job.learning_rate),
-    )
-    controller = make_controller(plan.exchange, num_workers, job.num_steps, replica.num_bytes)
-    num_used = plan.workload.global_batch * plan.used_share
-    steps = None
-    if rank == 0:
-        steps = _Steps(check_policy(plan, job.num_steps, replica.num_bytes), num_used, report)
+    if dist.get_rank() == 0:
         events.progress("steps", 0, job.num_steps)
-    decided = run_controlled(
-        controller,
-        replica,
-        rank=rank,
-        num_ranks=dist.get_world_size(),
-        store=_make_store(rank),
-        timeout_s=COMMUNICATION_TIMEOUT.total_seconds(),
-        on_end=None if steps is None else steps.follow,
+    trainer = PolicyTrainer(
+        source,
+        plan,
+        lambda parameters: make_optimizer(parameters, plan.workload.optimizer, job.learning_rate),
+        job.num_steps,
+        job.seed,
+        report,
     )
-    losses = losses_of.gather(job.num_steps)
-    _share_parameters(source.model, plan)
-    if job.save_model is not None and rank == 0:
-        save_state(source.model.state_dict(), Path(job.save_model))
-    finite = tuple(loss if math.isfinite(loss) else None for loss in losses)
+    for inputs, targets in islice(make_batches(source, plan.workload.global_batch, job.seed), job.num_steps):
+        trainer.step(inputs, targets)
+    trainer.finish()
+    if job.save_model is not None:
+        trainer.save(job.save_model)
+    finite = tuple(loss if math.isfinite(loss) else None for loss in trainer.losses)
     result = RunResult(plan=job.plan, losses=finite, step_seconds=(), timeline="")
-    if decided is None:
+    if (decided := trainer.decided) is None:
         return Trained(result)
     timeline = number_steps(decided.timeline(), job.num_steps, strict=False)
     seconds = timeline.step_seconds().tolist()
-    report(StepFacts(job.num_steps, losses, job.num_steps, num_used / seconds[-1]))
+    num_used = plan.workload.global_batch * plan.used_share
+    report(StepFacts(job.num_steps, trainer.losses, job.num_steps, num_used / seconds[-1]))
     # As in the simulation: the first steps fill queues, in the last ones some replicas have ended.
     shown = steady_window(timeline)[0]
     if job.first_recorded is not None:
@@ -85,6 +234,52 @@ def train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], e
         dump_json(encode_document(timeline.between(shown.start, shown.stop))),
         dump_json(encode_document(decided.log)),
     )
+
+
+def _own_optimizer(optimizer: OptimizerArgument, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(parameters)
+    if made is None:
+        raise PlanError(
+            "The function for the optimizer returned None; expected an optimizer. Every rank needs one under an "
+            "exchange policy."
+        )
+    return made
+
+
+class _HandOver:
+    """The newest global batch, from the thread that reads batches to the one that computes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._number = self._wanted = -1
+        self._batch: Any = None
+        self._is_closed = False
+
+    def give(self, number: int, batch: Any) -> None:
+        """Hand in batch ``number``; return when a later one is wanted, or none any more."""
+        with self._changed:
+            self._number, self._batch = number, batch
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._wanted > number or self._is_closed)
+
+    def take(self, number: int) -> Any:
+        """Wait for batch ``number``, and return it. Raises ProgramError for an earlier one than the newest."""
+        with self._changed:
+            if number < self._number:
+                raise ProgramError(
+                    f"The exchange policy issued a microbatch of step {number} after one of step {self._number}; "
+                    "batches are handed in once, in order. Let each replica compute its steps in order."
+                )
+            self._wanted = max(self._wanted, number)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._number >= number)
+            return self._batch
+
+    def close(self) -> None:
+        """Want no further batch."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
 
 def _count_gradients(state: Any) -> dict[str, int]:
@@ -99,13 +294,14 @@ def _count_gradients(state: Any) -> dict[str, int]:
 
 
 class _MicrobatchLosses:
-    """The loss of a microbatch, and the losses that were computed, by microbatch."""
+    """The loss of a microbatch, and the losses that were computed, by microbatch.
 
-    def __init__(self, source: ModelSource, plan: Plan, job: Job) -> None:
-        self._source, self._seed = source, job.seed
+    ``take``: returns the global batch of a step.
+    """
+
+    def __init__(self, source: ModelSource, plan: Plan, seed: int, take: Callable[[int], Any]) -> None:
+        self._source, self._seed, self._take = source, seed, take
         self._size, self._count = plan.microbatch_size, plan.num_microbatches
-        self._batches, self._next = self._read(), 0
-        self._batch: Any = None
         self.computed: dict[int, float] = {}
 
     def gather(self, num_steps: int) -> tuple[float, ...]:
@@ -117,24 +313,18 @@ class _MicrobatchLosses:
             by_step[microbatch // self._count].append(loss)
         return tuple(float(np.mean(by_step.get(step, math.nan))) for step in range(num_steps))
 
-    def _read(self) -> Iterator[tuple[Any, Any]]:
-        return make_batches(self._source, self._size * self._count, self._seed)
-
     def __call__(self, _module: nn.Module, microbatch: int) -> torch.Tensor:
         step, part = divmod(microbatch, self._count)
-        if step < self._next - 1:
-            self._batches, self._next = self._read(), 0
-        while self._next <= step:
-            self._batch = next(self._batches)
-            self._next += 1
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             is_batched = tensor.ndim and len(tensor) == self._size * self._count
             return tensor.narrow(0, part * self._size, self._size) if is_batched else tensor
 
-        inputs, targets = pytree.tree_map_only(torch.Tensor, cut, self._batch)
-        torch.manual_seed(microbatch_seed(self._seed, step, part))
-        loss = replace(self._source, inputs=inputs, targets=targets).compute_loss()
+        inputs, targets = pytree.tree_map_only(torch.Tensor, cut, self._take(step))
+        # The caller's random numbers, such as those that shuffle, stay the same on all ranks.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(microbatch_seed(self._seed, step, part))
+            loss = replace(self._source, inputs=inputs, targets=targets).compute_loss()
         self.computed[microbatch] = loss.item()
         return loss
 

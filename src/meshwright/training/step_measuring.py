@@ -38,7 +38,7 @@ Sizes = tuple[tuple[str, int], ...]
 _EMULATED_SIZES = (16, 2**16, 2**19, 2**22)
 _EMULATED_S = 150.0
 _EMULATED_TIMEOUT_S = 900.0
-# Quotas work in periods of 5 to 100 ms, of which this is a multiple.
+# Quotas work in periods of 5 to 100 ms, of which this is a multiple. At least so many passes.
 _PASSES_S, _LEAST_PASSES = 10.0, 3
 
 
@@ -94,11 +94,12 @@ def measure_emulated(
     device = _only_kind(cluster)
     emulated = Emulated(cluster=cluster, devices=tuple(range(cluster.num_ranks)))
     num_busy, batch_size = min(num_cores_here(), cluster.num_ranks), max(microbatch_sizes, default=1)
+    slowdowns = tuple(cluster.device_kind(rank).slowdown for rank in range(cluster.num_ranks))
     passes = partial(run_ranks, _time_passes, reference, sizes, batch_size, timeout_s=_EMULATED_TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="meshwright-measure-") as scratch, open_lab(emulated, Path(scratch)) as lab:
         lab.start_clock()
         # Before and after the links: the speed of shared processors drifts within minutes.
-        before_s = passes(num_ranks=cluster.num_ranks, prepare=lab.enter)
+        before_s = passes(slowdowns, num_ranks=cluster.num_ranks, prepare=lab.enter)
         links = measure_links(
             num_ranks=cluster.num_ranks,
             num_nodes=len(cluster.nodes),
@@ -108,7 +109,7 @@ def measure_emulated(
             events=events,
             prepare=lab.enter,
         )
-        shared_s = np.mean([before_s, passes(num_ranks=cluster.num_ranks, prepare=lab.enter)], axis=0)
+        after_s = passes(slowdowns, num_ranks=cluster.num_ranks, prepare=lab.enter)
     table = measure_here(
         reference,
         microbatch_sizes,
@@ -119,13 +120,12 @@ def measure_emulated(
         events=events,
     )
     if reference is None:
-        alone_s = float(np.mean(passes(num_ranks=num_busy)))
+        alone_s = float(np.mean(passes((1.0,) * num_busy, num_ranks=num_busy)))
     else:
         alone_s = _sum_ops(
             op_source(reference, sizes, batch_size).graph, replace(table, device=device), cluster, batch_size
         )
-    slowdowns = [cluster.device_kind(rank).slowdown for rank in range(cluster.num_ranks)]
-    speed = alone_s * np.mean(np.array(slowdowns) / shared_s)
+    speed = alone_s / float(np.mean([*before_s, *after_s]))
     source = f"{table.conditions}; divided by {speed:.3g}, the speed on emulated cluster {cluster.name}"
     ops = from_measurements(table)
     ops = replace(ops, seconds=ops.seconds / speed, source=np.full(len(ops), source, object))
@@ -135,10 +135,14 @@ def measure_emulated(
     return replace(found, device=np.full(len(found), device, object))
 
 
-def _time_passes(_context: RankContext, reference: str | None, sizes: Sizes, batch_size: int) -> float:
+def _time_passes(
+    context: RankContext, reference: str | None, sizes: Sizes, batch_size: int, slowdowns: Sequence[float]
+) -> float:
     """Return the seconds of a pass (forward and backward) of a model, on all ranks at once, over some seconds.
 
-    Without a model, a pass is a matrix product and a chain of elementwise ops.
+    All ranks begin each pass together, as the steps of replicas. The time of a pass is that of the slowest rank, where
+    the time of a rank with a slowdown is divided by it. Without a model, a pass is a matrix product and a chain of
+    elementwise ops.
     """
     if reference is None:
         left, right = torch.randn(512, 512, requires_grad=True), torch.randn(512, 512)
@@ -146,14 +150,20 @@ def _time_passes(_context: RankContext, reference: str | None, sizes: Sizes, bat
     else:
         options: dict[str, Any] = dict(sizes)
         loss_of = load_model(reference, batch_size=batch_size, **options).compute_loss
-    loss_of().backward()
-    count = 0
-    dist.barrier()
-    start = time.perf_counter()
-    while (taken_s := time.perf_counter() - start) < _PASSES_S or count < _LEAST_PASSES:
+    # The first pass makes everything resident; the second one says how many there is time for.
+    taken, count = list[float](), 2
+    while len(taken) < count:
+        dist.barrier()
+        start = time.perf_counter()
         loss_of().backward()
-        count += 1
-    return taken_s / count
+        taken.append((time.perf_counter() - start) / slowdowns[context.rank])
+        if len(taken) == count == 2:
+            once = torch.tensor(taken[1], dtype=torch.float64)
+            dist.all_reduce(once, dist.ReduceOp.MAX)
+            count += max(math.ceil(_PASSES_S / float(once)), _LEAST_PASSES)
+    slowest = torch.tensor(taken[2:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.mean())
 
 
 def _sum_ops(graph: Graph, table: Measurements, cluster: Cluster, batch_size: int) -> float:

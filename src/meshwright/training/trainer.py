@@ -7,26 +7,24 @@
 
 Start the script once per rank (``torchrun --nproc-per-node N script.py``). Every rank builds the same model and reads
 the same global batches; each rank computes its own stages and microbatches. The model, the loss, the optimizer and the
-DataLoader stay the user's own.
+DataLoader stay the user's own. For a plan with an exchange policy `prepare` also needs the number of steps, and returns
+a `PolicyTrainer`.
 
-`check_same` compares what all ranks have read. `gather_state` gathers the whole model's state from the ranks that hold
-its parts. `Losses` all-reduces losses: the loss of a batch is the mean over its microbatches, which run on several
-ranks and, under asynchronous schedules, in several calls. Ranks are then up to a step apart, and waiting for each other
-would empty the pipeline. So the all-reduce that is started in one call is read in the next.
+`gather_state` gathers the whole model's state from the ranks that hold its parts. `Losses` all-reduces losses: the loss
+of a batch is the mean over its microbatches, which run on several ranks and, under asynchronous schedules, in several
+calls. Ranks are then up to a step apart, and waiting for each other would empty the pipeline. So the all-reduce that is
+started in one call is read in the next.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import os
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -50,7 +48,6 @@ from meshwright.runtime import (
     open_session,
 )
 from meshwright.spec import (
-    DocumentError,
     EventSink,
     Placement,
     Plan,
@@ -61,10 +58,21 @@ from meshwright.spec import (
     slice_stages,
 )
 from meshwright.spec.plan_files import read_plan, with_compiled
-from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
-from meshwright.training.feed import Feed, MicrobatchQueue, first_samples, load_to, unpack, with_loader
+from meshwright.training.checkpoint import load_checkpoint, save_checkpoint, save_state
+from meshwright.training.feed import (
+    Feed,
+    MicrobatchQueue,
+    check_same,
+    check_same_batch,
+    first_samples,
+    load_to,
+    unpack,
+    with_loader,
+)
 from meshwright.training.peak_memory import MemoryMeter
+from meshwright.training.policy_run import PolicyTrainer
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
+from meshwright.zoo import ModelSource
 
 
 def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
@@ -116,25 +124,6 @@ def _on_device(value: DTensor, device: torch.device) -> DTensor:
     return made
 
 
-def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a state dict with torch.save, completely or not at all (by renaming a temporary file).
-
-    Raises DocumentError if the folder cannot be written to.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-    except OSError as error:
-        raise DocumentError(f"{path}: cannot be written ({error.strerror}). Choose a writable folder.") from None
-    try:
-        torch.save(state, temporary)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 def _owners(session: Session) -> dict[int, tuple[int, ...]]:
     """Tensor id of every parameter and buffer → the processes that provide it: several with shards, or one."""
     owners: dict[int, tuple[int, ...]] = {}
@@ -147,6 +136,7 @@ def _owners(session: Session) -> dict[int, tuple[int, ...]]:
     return owners
 
 
+@overload
 def prepare(
     model: torch.nn.Module,
     loss: Callable[..., torch.Tensor] | None,
@@ -163,7 +153,41 @@ def prepare(
     compiled: bool | None = None,
     events: EventSink | None = None,
     offload_folder: Path | str | None = None,
-) -> Trainer:
+) -> Trainer: ...
+
+
+@overload
+def prepare(
+    model: torch.nn.Module,
+    loss: Callable[..., torch.Tensor] | None,
+    optimizer: OptimizerArgument | None,
+    batch: Any,
+    *,
+    plan: Plan | Placement | Path | str,
+    num_steps: int,
+    run_seed: int = 0,
+    device: Backend | None = None,
+) -> PolicyTrainer: ...
+
+
+def prepare(
+    model: torch.nn.Module,
+    loss: Callable[..., torch.Tensor] | None,
+    optimizer: OptimizerArgument | None,
+    batch: Any,
+    *,
+    plan: Plan | Placement | Path | str,
+    num_steps: int | None = None,
+    run_seed: int = 0,
+    repair: Repair | None = None,
+    clip_norm: float | None = None,
+    feed: Feed | None = None,
+    verify: bool = True,
+    device: Backend | None = None,
+    compiled: bool | None = None,
+    events: EventSink | None = None,
+    offload_folder: Path | str | None = None,
+) -> Trainer | PolicyTrainer:
     """Capture the model, cut out this rank's stages, and return a trainer for them. All ranks call it together.
 
     Args:
@@ -177,6 +201,8 @@ def prepare(
         batch: an example batch ``(inputs, targets)``; only its shapes matter. If the model computes its loss, the
             inputs alone, as a dict with labels, or ``((first, second), ())`` for two positional ones.
         plan: a Plan, a Placement or the file of either.
+        num_steps: the number of steps of the whole run; only for a plan with an exchange policy, which needs it. Such
+            runs compute on CPUs, without `repair`, `clip_norm`, `feed` and `compiled`.
         run_seed: seed of dropout and other random ops.
         repair: the remedy for stale gradients under an asynchronous schedule; None for no remedy.
         clip_norm: the largest norm of all gradients of the model together, as in torch's clip_grad_norm_; None for no
@@ -193,11 +219,10 @@ def prepare(
     captured or the capture computes something else, RunError if a host or its drives lack room for offloaded states.
     """
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
-    if isinstance(plan, Plan) and plan.exchange.policy:
-        raise PlanError(
-            f"The plan follows the exchange policy {plan.exchange.policy}, under which ranks take their steps at "
-            "different times. Start it with `meshwright run`, or plan without --exchange."
-        )
+    policy = plan.exchange.policy if isinstance(plan, Plan) else ""
+    if policy or num_steps is not None:
+        others = {"repair": repair, "clip_norm": clip_norm, "feed": feed}
+        _check_policy_arguments(policy, num_steps, choose_device(plan, device), others)
     if compiled is not None:
         plan = with_compiled(plan, compiled)
     rank, own_device = join_group(choose_device(plan, device))
@@ -218,6 +243,10 @@ def prepare(
         # The model has a fixed batch size: capture it at the size at which it will run.
         inputs, targets = first_samples((inputs, targets), plan.microbatch_size)
         captured = capture(inputs, targets=targets)
+    if policy and isinstance(plan, Plan) and num_steps is not None:
+        check_fit(plan, captured.graph)
+        source = ModelSource(name=plan.model, model=model, inputs=inputs, targets=targets, loss=loss)
+        return PolicyTrainer(source, plan, optimizer, num_steps, run_seed)
     if recaptures(plan, model, captured.graph):
         # A model whose plan is refused must stay unchanged.
         check_fit(plan, captured.graph)
@@ -249,6 +278,29 @@ def prepare(
         "data set": feed.describe_order() if feed is not None else str(None),
     }
     return Trainer(model, captured, session, feed, run_seed, settings)
+
+
+def _check_policy_arguments(policy: str, num_steps: int | None, backend: Backend, others: Mapping[str, object]) -> None:
+    """Raise PlanError if the arguments do not fit the plan's exchange policy, "" for none."""
+    if not policy:
+        raise PlanError(
+            f"num_steps={num_steps} was given for a plan without an exchange policy, which needs none. Leave it out."
+        )
+    if num_steps is None or num_steps < 1:
+        given = "without num_steps" if num_steps is None else f"with num_steps={num_steps}"
+        raise PlanError(
+            f"The plan follows the exchange policy {policy}, and was prepared {given}. Its controller decides until "
+            "the last step: give the number of steps, prepare(..., num_steps=1000). Other trainers cannot follow a "
+            "policy."
+        )
+    if lost := [name for name, value in others.items() if value is not None]:
+        raise PlanError(
+            f"The plan follows the exchange policy {policy}, whose runs have no {' and '.join(lost)}. Leave it out."
+        )
+    if backend != "cpu":
+        raise PlanError(
+            f'The plan follows the exchange policy {policy}, whose runs compute on processors only. Give device="cpu".'
+        )
 
 
 class Trainer:
@@ -506,30 +558,6 @@ def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:
     for name, parameter in model.named_parameters():
         if name in used and id(parameter) not in own:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
-
-
-def check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise RunError unless ``tensors`` are the same batch on all ranks. All ranks call it together."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    check_same("read another first batch than rank 0", digest.hexdigest())
-
-
-def check_same(what: str, own: str) -> None:
-    """Raise RunError unless ``own`` is the same text on all ranks; ``what`` says in the message what differs.
-
-    All ranks call it together.
-    """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
-    if different:
-        raise RunError(
-            f"Ranks {', '.join(map(str, different))} {what}. Every rank must read the "
-            "same global batches: seed the shuffling alike on all ranks (torch.manual_seed, or DataLoader's generator) "
-            "and use no DistributedSampler."
-        )
 
 
 class Losses:

@@ -15,9 +15,9 @@ import heapq
 import json
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from meshwright.program import ProgramBuilder
 from meshwright.program.decided import read_answer
 from meshwright.program.issuing import RANK_STREAMS, Filed, IssueBook, check_for_ranks
 from meshwright.spec import (
+    AllReduce,
     DeadlockError,
     Instruction,
     ProgramError,
@@ -51,6 +52,9 @@ ALIVE, FAILED, ENDED = "alive", "failed", "ended"
 FOREVER = timedelta(days=365)
 _Key = tuple[int, str]
 _MOST_NAMED = 4
+# Groups of sums whose connections stay open. A policy that forms groups in the run may use thousands, and each costs
+# every member a thread and a connection to every other member.
+MOST_GROUPS = 64
 _PS_PER_NS = 1000
 # The store takes no shorter time limit.
 _LEAST_S = 0.001
@@ -111,6 +115,14 @@ class Decided:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Connections:
+    """The connections of a group: the number in their store's prefix, and the streams that have made them."""
+
+    number: int
+    users: set[_Key] = field(default_factory=set)
+
+
 class Decider:
     """Calls a controller on the events of ``num_ranks`` ranks until no instruction runs and no timer is left."""
 
@@ -145,6 +157,11 @@ class Decider:
         self._dropped: set[int] = set()
         self._unused: defaultdict[int, set[int]] = defaultdict(set)
         self._receives: dict[int, int] = {}
+        # Groups of sums, the least recently used first; how many sums of a group have not ended; groups to be closed.
+        self._groups: dict[tuple[int, ...], _Connections] = {}
+        self._sums = Counter[tuple[int, ...]]()
+        self._closing: defaultdict[_Key, list[tuple[int, ...]]] = defaultdict(list)
+        self._num_opened = 0
         self._num_timers = self._last_ps = 0
 
     def run(self) -> Decided:
@@ -225,6 +242,7 @@ class Decider:
         self._end_ps[filed.handle] = now_ps = self._moment_ps()
         if self._on_end is not None:
             self._on_end(filed.issue.instruction)
+        self._sums[filed.issue.group] -= isinstance(filed.issue.instruction, AllReduce)
         if isinstance(filed.issue.instruction, Receive) and (send := self._send_of(filed.handle)) not in self._used:
             self._unused[filed.issue.rank].add(send)
             self._receives[send] = filed.handle
@@ -249,6 +267,7 @@ class Decider:
             self._start_ps.append(0)
             self._end_ps.append(0)
             self._check(item)
+            self._sums[item.issue.group] += isinstance(item.issue.instruction, AllReduce)
             self._queues[_key(item)].append(item)
             for handle in item.waits:
                 self._waiting[handle].append(_key(item))
@@ -313,7 +332,27 @@ class Decider:
             self._dropped.update(command["dropped"])
         if isinstance(instruction, Send):
             self._push(issue.group[1], ARRIVALS, command)
+        if isinstance(instruction, AllReduce):
+            command["opened"] = self._connect(issue.group, _key(filed))
+            command["close"] = self._closing.pop(_key(filed), [])
         self._push(issue.rank, issue.stream, command)
+
+    def _connect(self, group: tuple[int, ...], user: _Key) -> int:
+        """Return the number under which a group's members connect; too many idle groups are closed, and get new ones.
+
+        Members close a group with their next sum: none of them uses it any more, because all of its sums have ended.
+        """
+        found = self._groups.pop(group, None)
+        if found is None:
+            self._num_opened += 1
+            found = _Connections(number=self._num_opened)
+        found.users.add(user)
+        self._groups[group] = found
+        idle = [other for other in self._groups if not self._sums[other]]
+        for other in idle[: max(len(self._groups) - MOST_GROUPS, 0)]:
+            for each in self._groups.pop(other).users:
+                self._closing[each].append(other)
+        return found.number
 
     def _moves(self, handle: int) -> bool:
         return isinstance(self._filed[handle].issue.instruction, Send | Receive)

@@ -1,9 +1,9 @@
 """A rank of a controlled run: a thread per stream executes what the deciding rank dispatches (`run_controlled`).
 
 A send moves data when it is executed: the receiving rank takes them in at once and keeps them for the computation that
-waits for the send or its receive. Two ranks exchange data over a gloo pair of their own for
-each direction, members of a collective over a group of their own; both are made when first needed, under a prefix of
-the store that no other group has.
+waits for the send or its receive. Two ranks exchange data over a gloo pair of their own for each direction, members of
+a collective over a group of their own. Both are made when first needed, under a prefix of the store that no other group
+has. The deciding rank has groups closed that were not used for long.
 """
 
 from __future__ import annotations
@@ -236,7 +236,9 @@ class _RankStreams:
             case AllReduce():
                 total = self._actor.summand(instruction)
                 _check_bytes(instruction, total)
-                self._group(groups, ranks, "sum", store).allreduce([total]).wait()
+                for closed in command["close"]:
+                    groups.pop(tuple(closed), None)
+                self._group(groups, ranks, f"sum {command['opened']}", store).allreduce([total]).wait()
                 self._actor.summed(instruction, total, len(ranks))
             case _ if name == "compute":
                 self._take(command["dropped"])
