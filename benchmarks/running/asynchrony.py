@@ -35,7 +35,7 @@ from meshwright.runtime.versions import VersionedPart
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Optimizer, Plan, StagePlan, Workload, load_cluster
 from meshwright.training import measure_here, text_batches
-from meshwright.training.trainer import gather_state
+from meshwright.training.checkpoint import gather_state
 from meshwright.zoo import load_model
 
 MODEL, SIZES = str(Path(__file__).with_name("llama.toml")), {"sequence_length": 32}

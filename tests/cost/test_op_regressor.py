@@ -9,7 +9,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.ops import PASSES, fit_op_regressor
 from meshwright.cost.ops import regressor as module
 from meshwright.cost.work import read_work, relatives
-from meshwright.spec import OpMeasurement
+from meshwright.spec import OpMeasurement, load_cluster
 from tests.cost.facts import KIND, linear_graph, make_cluster, make_table, op_row
 
 PEAK, BANDWIDTH, CALL_S = 3e8, 4e8, 9e-6
@@ -63,6 +63,12 @@ def test_a_new_operator_is_estimated_by_its_family_with_doubt():
     found = regressor.predict([known, new], "forward")
     assert found.seconds[1] == pytest.approx(found.seconds[0], rel=0.2)
     assert found.high_s[1] / found.low_s[1] > found.high_s[0] / found.low_s[0]
+
+
+def test_on_a_gpu_few_rows_do_not_replace_the_shipped_predictor():
+    gpu = load_cluster("1xH100").device_kind(0)
+    assert not fit_op_regressor(LINEAR[:3], gpu, "float32").knows(linear_key(3, 5, 7))
+    assert fit_op_regressor(LINEAR[:3], KIND, "float32").knows(linear_key(3, 5, 7))
 
 
 def test_what_was_not_measured_is_not_known():

@@ -110,6 +110,18 @@ def test_concurrent_groups_share_uplinks_and_paths(name, factor):
     assert true_seconds(pairs, "all_reduce", (2, 4), ((2, 4), (3, 5)), large) / alone == pytest.approx(2, rel=0.01)
 
 
+def test_groups_share_as_many_uplinks_as_a_rack_has():
+    racks = replace(LABS.racks, nodes_per_rack=3, num_uplinks=2)
+    cluster = replace(LABS, racks=racks, nodes=tuple(replace(LABS.nodes[0], name=f"node{n}") for n in range(6)))
+    groups = ((0, 3), (1, 4), (2, 5))
+    for op in ("all_reduce", "all_to_all"):
+        alone, beside = (true_seconds(cluster, op, (0, 3), others, 1e9) for others in ((), groups))
+        # Three groups on two uplinks; one group alone has one NIC.
+        assert beside / alone == pytest.approx(1.5, rel=0.01)
+    inside = true_seconds(cluster, "all_reduce", (0, 1), ((0, 1), (2, 5)), 1e9)
+    assert inside == true_seconds(cluster, "all_reduce", (0, 1), (), 1e9)
+
+
 def test_links_that_a_scenario_changes_are_scaled_once():
     own, _ = fit_links(measured_on(LABS), LABS)
     slower = replace(LABS, racks=replace(LABS.racks, uplink=replace(LABS.racks.uplink, bandwidth_bytes_per_s=1e6)))

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce, StoppedBackups
 from meshwright.program.controllers.iterations import SERVER
-from meshwright.runtime.controlled import Replica, run_controlled
+from meshwright.runtime.controlled import Replica, deciding, run_controlled
 from meshwright.spec import MeshwrightError, write_document
 from meshwright.spec.control import NOTHING, Decision, Issue, Rang, Started, Timer
 from meshwright.spec.instructions import Forward, OptimizerStep
@@ -108,6 +108,7 @@ CASES = {
     "stopped": StoppedBackups(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "delay": BoundedDelay(max_delay=1, num_clocks=VERSIONS, **COUNTS),
     "partial": PartialReduce(group_size=2, num_iterations=VERSIONS, bridge_after=2, **COUNTS),
+    "closing": PartialReduce(group_size=2, num_iterations=VERSIONS, bridge_after=2, **COUNTS),
     "silent": Silent(),
     "stuck": Stuck(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "sleepy": Sleepy(),
@@ -158,6 +159,18 @@ def run(case: str, out: Path) -> None:
     loss = deadly_loss if rank == KILLED.get(case) else failing_loss if case == "failing" else loss_on
     replica = kind(module, loss, make_optimizer)
     found = {}
+    if case == "closing":
+        # Every group is closed when another one is used.
+        deciding.MOST_OPEN, connect = 1, deciding.Decider._connect
+        opened = found["opened"] = []
+
+        def noted(self, group, user):
+            number = connect(self, group, user)
+            if number not in [other for other, _ in opened]:
+                opened.append((number, group))
+            return number
+
+        deciding.Decider._connect = noted
     start = time.perf_counter()
     try:
         decided = run_controlled(

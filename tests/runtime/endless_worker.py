@@ -10,7 +10,7 @@ from meshwright.capture import flatten_batch
 from meshwright.runtime import Repair, microbatch_seed, open_session
 from meshwright.runtime.versions import VersionedPart
 from meshwright.spec import Opcode
-from meshwright.training.trainer import gather_state
+from meshwright.training.checkpoint import gather_state
 from tests.runtime.cases import MICROBATCH_SIZE, RUN_SEED
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.endless_cases import LATE, MODELS, NUM_STEPS, REPAIRS, all_cases, main_cases

@@ -21,7 +21,7 @@ from meshwright.capture import capture_model, flatten_batch
 from meshwright.program import with_schedule
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, read_recompute, slice_graph, with_branches
-from meshwright.training.trainer import gather_state
+from meshwright.training.checkpoint import gather_state
 from tests.processes import fork_prepared
 from tests.runtime.cases import FEW, MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, all_cases, main_cases, on
 from tests.runtime.delayed import call

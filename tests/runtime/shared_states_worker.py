@@ -10,7 +10,8 @@ from torch import nn
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.runtime import open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload
-from meshwright.training.trainer import Losses, gather_state
+from meshwright.training.checkpoint import gather_state
+from meshwright.training.trainer import Losses
 from tests.rank_results import write_results
 
 BATCH = 8

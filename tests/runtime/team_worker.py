@@ -27,7 +27,8 @@ from meshwright.spec import (
     slice_graph,
 )
 from meshwright.torch_names import ALL_GATHER, REDUCE_SCATTER
-from meshwright.training.trainer import Losses, gather_state
+from meshwright.training.checkpoint import gather_state
+from meshwright.training.trainer import Losses
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models

@@ -93,8 +93,12 @@ def test_workers_are_never_further_apart_than_the_bound(tmp_path):
     assert sum(map(after.loss, microbatches)) < sum(map(before.loss, microbatches))
 
 
-def test_groups_have_the_mean_of_their_gradients(tmp_path):
-    found, log = run("partial", tmp_path, num_ranks=NUM_WORKERS)
+@pytest.mark.parametrize("case", ["partial", "closing"])
+def test_groups_have_the_mean_of_their_gradients(case, tmp_path):
+    found, log = run(case, tmp_path, num_ranks=NUM_WORKERS)
+    if case == "closing":
+        opened = [tuple(group) for _, group in found[0]["opened"]]
+        assert len(opened) > len(set(opened)), "a group that was closed is opened again"
     models, done = [Model() for _ in range(NUM_WORKERS)], [0] * NUM_WORKERS
     for group in groups_of(log):
         gradients = [models[worker].gradient(done[worker] * NUM_WORKERS + worker) for worker in group]

@@ -230,3 +230,33 @@ def test_the_controller_has_the_numbers_of_the_plan():
     controller = make_controller(plan_under("partial:2:9").exchange, 5, 7, 48)
     assert (controller.group_size, controller.bridge_after, controller.num_iterations) == (2, 9, 7)
     assert controller.num_bytes == 48
+
+
+BACKWARDS = """
+from dataclasses import replace
+from meshwright.program.controllers import BackupWorkers
+from meshwright.spec import Backward, Forward
+
+class Backwards(BackupWorkers):
+    def __init__(self, num_workers, num_steps, num_bytes):
+        super().__init__(num_workers=num_workers, num_backups=0, num_versions=num_steps, num_bytes=num_bytes)
+
+    def decide(self, state, event, now_ps):
+        state, decision = super().decide(state, event, now_ps)
+        last = self.num_versions - 1
+        def turned(issue):
+            if not isinstance(issue.instruction, (Forward, Backward)):
+                return issue
+            at = issue.instruction.microbatch
+            at = (last - at // self.num_workers) * self.num_workers + at % self.num_workers
+            return replace(issue, instruction=replace(issue.instruction, microbatch=at))
+        return state, replace(decision, issues=tuple(map(turned, decision.issues)))
+"""
+
+
+def test_replicas_that_compute_steps_out_of_order_are_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(BACKWARDS)
+    plan = replace(plan_under("backup:0"), exchange=with_policy(f"{file}:Backwards", 5))
+    with pytest.raises(ProgramError, match="Batches are read once"):
+        check_policy(plan, 12)

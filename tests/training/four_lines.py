@@ -17,12 +17,14 @@ def main(plan: str, out: str, data_seed: int, **options: int) -> None:
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16, shuffle=True, generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    trainer = meshwright.prepare(
-        model, nn.functional.cross_entropy, optimizer, next(iter(loader)), plan=plan, **options
-    )
+    # Under a policy, the rank of the parameters has to follow the schedule step by step.
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8 if options else 1.0)
+    batch = next(iter(loader))
+    trainer = meshwright.prepare(model, nn.functional.cross_entropy, optimizer, batch, plan=plan, **options)
     for _ in range(5):
         for inputs, targets in loader:
             value = trainer.step(inputs, targets)
+            scheduler.step()
     trainer.save(out)
     if trainer.rank == 0:
         print(f"last loss {value:.6f}")

@@ -10,8 +10,9 @@ Every op runs within every group, in all groups at once. A send is half a round 
 
 The remaining seconds of the budget are divided evenly among the remaining cells (op, groups, size). A cell is repeated
 as often as its seconds allow. If the fewest repetitions of a size take several times these seconds, larger sizes of the
-series are left out. All ranks use the same numbers of repetitions. With GPUs the groups use NCCL. Else they use gloo,
-and short collectives are timed between computations (`time_among`).
+series are left out. All ranks use the same numbers of repetitions. A collective takes until the slowest rank has its
+result. With GPUs the groups use NCCL. Else they use gloo, and short collectives are timed between computations
+(`time_among`); the time is then the mean over ranks, which wait for each other in the following collectives.
 """
 
 from __future__ import annotations

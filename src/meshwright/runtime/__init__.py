@@ -33,7 +33,7 @@ from meshwright.runtime.precisions import autocast_type, check_precision
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
 from meshwright.runtime.recorder import ProcessPeak, Recorder, gather_timeline, make_timeline, measure_clock_offset
-from meshwright.runtime.session import COMMUNICATION_TIMEOUT, Session, check_runnable, join_group
+from meshwright.runtime.session import COMMUNICATION_TIMEOUT, Session, check_runnable, is_batched, join_group
 from meshwright.runtime.stage_steps import OptimizerArgument
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "choose_device",
     "choose_folder",
     "gather_timeline",
+    "is_batched",
     "issue_order",
     "join_group",
     "make_timeline",

@@ -221,7 +221,7 @@ class Session:
         count = self.plan.num_microbatches
         size = whole // count
         for tensor, value in zip(graph.inputs, tensors, strict=True):
-            if not _is_batched(graph, tensor):
+            if not is_batched(graph, tensor):
                 continue
             own, rest = divmod(value.shape[0], size)
             if rest or not 0 < own <= count:
@@ -391,14 +391,14 @@ def _split_batch(
     position = {tensor: place for place, tensor in enumerate(graph.inputs)}
     for tensor in stage.inputs:
         (value,) = to_device([tensors[position[tensor]]], device)
-        is_batched = _is_batched(graph, tensor)
-        if is_batched and len(value) != count * size:
+        has_samples = is_batched(graph, tensor)
+        if has_samples and len(value) != count * size:
             raise PlanError(
                 f"Input {graph.tensors[tensor].name!r} has {len(value)} samples, another input has {count * size}; "
                 "expected the same number for all inputs. Check how the batch is made."
             )
         for microbatch, row in enumerate(rows):
-            given = value.narrow(0, microbatch * size, size) if is_batched else value
+            given = value.narrow(0, microbatch * size, size) if has_samples else value
             row.append(model.own_inputs(given, tensor))
     return rows
 
@@ -412,7 +412,7 @@ def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[to
     )
 
 
-def _is_batched(graph: Graph, tensor: int) -> bool:
-    """Whether the first dim of a graph input is the batch."""
+def is_batched(graph: Graph, tensor: int) -> bool:
+    """Return whether the first dim of a graph input is the batch."""
     shape = graph.tensors[tensor].shape
     return bool(shape) and (shape[0].per_sample > 0 or shape[0].fixed == graph.batch_size)

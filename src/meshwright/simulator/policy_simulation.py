@@ -134,16 +134,27 @@ def check_policy(plan: Plan, num_steps: int, num_bytes: int = 0) -> int:
 
     ``num_bytes``: bytes of all parameters. At most `CHECKED_STEPS` steps are simulated: each computation takes a
     second, messages take no time. Raises as `run_policy`, so a controller that never finishes, breaks a rule or issues
-    nothing is found before ranks start.
+    nothing is found before ranks start; and ProgramError if a replica computes steps out of order or too many.
     """
     policy = read_policy(plan.exchange.policy)
     if policy is not None:
         return policy.updates_per_step(len(plan.stages[0].ranks))
     num_steps = min(num_steps, CHECKED_STEPS)
-    controller = _controller_of(plan, num_steps, num_bytes)
+    controller, count = _controller_of(plan, num_steps, num_bytes), plan.num_microbatches
+    newest = [0] * plan.num_devices
 
     def estimate(issue: Issue, _handle: int) -> tuple[int, int]:
         check_for_ranks(issue)
+        if isinstance(issue.instruction, Forward):
+            step = issue.instruction.microbatch // count
+            if not newest[issue.rank] <= step < num_steps:
+                raise ProgramError(
+                    f"{issue.instruction}, of step {step}, was issued to rank {issue.rank} after step "
+                    f"{newest[issue.rank]}, in a run of {num_steps} steps. Batches are read once: expected each "
+                    "replica to compute its steps in order, and none beyond the last. Number microbatches step * "
+                    "workers + worker."
+                )
+            newest[issue.rank] = step
         return int(issue.stream == "compute"), -1
 
     program = ProgramBuilder(plan.num_devices).build(schedule="controlled", plan_hash="")

@@ -6,6 +6,8 @@
 All processes write into a temporary folder, which is renamed when all are done, so that interrupted checkpoints are
 never loaded. Files contain tensors and plain values, and are loaded with ``weights_only``. On several nodes the folder
 must be on a shared file system.
+
+`gather_state` gathers the whole model's state from the ranks that hold its parts, and `save_state` writes it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,20 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from meshwright.runtime import Session
 from meshwright.runtime.fully_sharded import own_part
-from meshwright.spec import DocumentError, Placement, Plan, RunError, content_hash, read_document, write_document
+from meshwright.spec import (
+    DocumentError,
+    Placement,
+    Plan,
+    RunError,
+    content_hash,
+    read_document,
+    slice_stages,
+    write_document,
+)
 from meshwright.spec.made_with import UNKNOWN
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -48,6 +60,67 @@ class CheckpointMeta:
     sums: tuple[str, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
+
+
+def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
+    """Return the whole state dict of ``model`` on rank 0, in host memory; None on other ranks.
+
+    All ranks call it together. A tensor comes from the first replica of the first stage that holds it; a tensor that
+    the graph does not use comes from rank 0's model.
+    """
+    owners = _owners(session)
+    buffers = {name: item for module in session.modules for name, item in module.named_buffers()}
+    state: dict[str, torch.Tensor] = {}
+    for tensor, holders in owners.items():
+        facts = session.graph.tensors[tensor]
+        held: torch.Tensor | None = session.parameters.get(tensor, buffers.get(facts.name))
+        if isinstance(held, DTensor):
+            # Replicas with shards of it gather them, at the same place in this loop.
+            held = _on_device(held, session.device).full_tensor().to(getattr(torch, facts.dtype))
+        own = held.detach().contiguous() if held is not None else torch.empty(0)
+        if session.rank in holders and session.rank != 0:
+            dist.send(own, 0)
+        if session.rank == 0:
+            shape = [extent.at(0) for extent in facts.shape]
+            shares = []
+            for holder in holders:
+                value = torch.empty(shape, dtype=getattr(torch, facts.dtype), device=session.device)
+                if holder == 0:
+                    value = own
+                else:
+                    dist.recv(value, holder)
+                shares.append(value)
+            state[facts.name] = session.model.join(shares, tensor).cpu().clone()
+    if session.rank != 0:
+        return None
+    names = {alias: session.graph.tensors[i].name for i in owners for alias in session.graph.tensors[i].aliases}
+    return {
+        key: state[names.get(key, key)] if names.get(key, key) in state else value.detach().cpu().clone()
+        for key, value in model.state_dict().items()
+    }
+
+
+def _on_device(value: DTensor, device: torch.device) -> DTensor:
+    """A sharded tensor on the device where its processes communicate; its shards may be on the host."""
+    local = value.to_local()
+    if local.device == device:
+        return value
+    made: DTensor = DTensor.from_local(
+        local.to(device), value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+    )
+    return made
+
+
+def _owners(session: Session) -> dict[int, tuple[int, ...]]:
+    """Tensor id of every parameter and buffer → the processes that provide it: several with shards, or one."""
+    owners: dict[int, tuple[int, ...]] = {}
+    width = session.grid.width
+    for stage in slice_stages(session.graph, session.model.plan):
+        first = session.plan.stages[stage.index].ranks[0] * width
+        for tensor in (*stage.parameters, *stage.buffers):
+            count = width if session.model.is_split(tensor) else 1
+            owners.setdefault(tensor, tuple(range(first, first + count)))
+    return owners
 
 
 def save_state(state: dict[str, torch.Tensor], path: Path) -> None:

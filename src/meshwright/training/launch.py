@@ -73,6 +73,7 @@ from meshwright.training.job import (
     write_results,
 )
 from meshwright.training.peak_memory import predict_memory
+from meshwright.training.policy_run import refuse_under
 from meshwright.training.worker import take_cores, train_job
 
 _MONITOR_INTERVAL_S = 0.2
@@ -233,21 +234,8 @@ def _refuse_training(job: Job) -> None:
 
 def _check_policy_run(plan: Plan, job: Job) -> None:
     """Raise PlanError for options that runs under an exchange policy do not have, and as `check_policy`."""
-    given = {
-        "--repair": job.repair,
-        "--clip-norm": job.clip_norm,
-        "--checkpoint": job.checkpoint,
-    }
-    if lost := [name for name, value in given.items() if value is not None]:
-        raise PlanError(
-            f"{job.plan} follows the exchange policy {plan.exchange.policy}, whose runs have no {' and '.join(lost)}. "
-            "Leave it out."
-        )
-    if choose_device(plan, job.device) != "cpu":
-        raise PlanError(
-            f"{job.plan} follows the exchange policy {plan.exchange.policy}, whose runs compute on processors only. "
-            "Give --device cpu."
-        )
+    lost = {"--repair": job.repair, "--clip-norm": job.clip_norm, "--checkpoint": job.checkpoint}
+    refuse_under(plan.exchange.policy, job.plan, lost, choose_device(plan, job.device))
     check_policy(plan, job.num_steps)
 
 

@@ -8,16 +8,17 @@ replicas that computed it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import split_batch
+from meshwright.cost.memory import Backend
 from meshwright.program.controllers import make_controller
 from meshwright.runtime import COMMUNICATION_TIMEOUT, OptimizerArgument, choose_device, join_group, microbatch_seed
 from meshwright.runtime.controlled import Decided, Replica, run_controlled
@@ -54,9 +56,12 @@ class PolicyTrainer:
     """A model in training under an exchange policy; made by `prepare`.
 
     All ranks hand in the same ``num_steps`` global batches (`step`). A replica computes its part of a batch, or skips
-    it, as the policy decides; a rank that only keeps the parameters computes nothing. ``report`` is called on rank 0
-    after every step, in another thread. Raises PlanError if the number of processes is not that of the plan, and as
-    `check_policy`.
+    it, as the policy decides; a rank that only keeps the parameters updates them. Between steps ranks must not wait
+    for each other (barriers, collectives), because a late replica may begin its next step only after others.
+
+    ``is_batched``: whether the first dim of each tensor of a batch is the batch; by default that of every tensor with
+    dims. ``report`` is called on rank 0 after every step, in another thread. Raises PlanError if the number of
+    processes is not that of the plan, and as `check_policy`.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class PolicyTrainer:
         optimizer: OptimizerArgument,
         num_steps: int,
         run_seed: int = 0,
+        is_batched: Sequence[bool] | None = None,
         report: Callable[[StepFacts], None] | None = None,
     ) -> None:
         self._model, self._plan, self._num_steps = source.model, plan, num_steps
@@ -75,10 +81,20 @@ class PolicyTrainer:
                 f"The plan is for {format_count(plan.num_devices, 'rank')}, but {num_processes} processes were "
                 f"started. Start {plan.num_devices}, or plan for {format_count(num_processes, 'device')}."
             )
-        self._batches, self._num_given = _HandOver(), 0
+        self._batches, self._num_given, self._is_batched = _HandOver(num_steps), 0, is_batched
         self._losses_of = _MicrobatchLosses(source, plan, run_seed, self._batches.take)
-        replica = Replica(source.model, self._losses_of, lambda parameters: _own_optimizer(optimizer, parameters))
+        made: list[torch.optim.Optimizer] = []
+        replica = Replica(source.model, self._losses_of, lambda items: _own_optimizer(optimizer, items, made))
         updates_per_step = check_policy(plan, num_steps, replica.num_bytes)
+        if self._rank >= len(plan.stages[0].ranks):
+            # A rank that computes no batch takes the batch of a step before its updates: it does not run ahead of the
+            # caller, who may change the learning rate after each step.
+            count = itertools.count()
+
+            def wait(*_: object) -> None:
+                self._batches.take(next(count) // updates_per_step)
+
+            made[0].register_step_pre_hook(wait)
         on_end = None
         if report is not None and self._rank == 0:
             on_end = _Steps(updates_per_step, plan.workload.global_batch * plan.used_share, report).follow
@@ -128,32 +144,45 @@ class PolicyTrainer:
         return self._losses or ()
 
     def step(self, inputs: Any, targets: Any = ()) -> float:
-        """Hand in the next global batch; return when this rank needs another one.
+        """Hand in the next global batch; return when this rank needs another one, or the run has ended.
 
-        The result is the loss of this rank's part of the batch, nan if it computed none. The rank of the parameters
-        returns at the end of the run. Raises PlanError if the number of samples is not the plan's global batch;
-        RunError if the ranks were given different first batches, after ``num_steps`` batches, and for errors of the
-        run.
+        The result is the loss of this rank's part of the batch, nan if it computed none. A replica waits for a batch
+        for at most `COMMUNICATION_TIMEOUT`. Raises PlanError if the number of samples is not the plan's global batch,
+        or if the batch has another structure than the example; RunError if the ranks were given different first
+        batches, and after ``num_steps`` batches; and errors of the run, such as ProgramError for the policy's
+        decisions.
         """
+        self._raise_error()
         if self._num_given == self._num_steps:
             raise RunError(
                 f"A batch was given after {format_count(self._num_given, 'step')}, the num_steps of this run. End the "
                 "loop there, or prepare with more num_steps."
             )
-        tensors = [item for item in pytree.tree_leaves((inputs, targets)) if isinstance(item, torch.Tensor)]
-        sizes = {len(item) for item in tensors if item.ndim}
+        batch = self._split(inputs, targets)
+        if self._num_given == 0:
+            check_same_batch(leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
+        number, self._num_given = self._num_given, self._num_given + 1
+        self._batches.give(number, batch)
+        self._raise_error()
+        return self._losses_of.computed.get(number * self._plan.num_microbatches + self._rank, math.nan)
+
+    def _split(self, inputs: Any, targets: Any) -> _Batch:
+        leaves, spec = pytree.tree_flatten(split_batch(inputs, targets))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        flags = self._is_batched if self._is_batched is not None else [leaves[place].ndim > 0 for place in places]
+        if len(flags) != len(places):
+            raise PlanError(
+                f"A batch with {format_count(len(places), 'tensor')} was given; expected {len(flags)}, as in the "
+                "example batch."
+            )
+        batched = [place for place, flag in zip(places, flags, strict=True) if flag]
+        sizes = {len(leaves[place]) for place in batched}
         if sizes != {self._plan.workload.global_batch}:
             raise PlanError(
                 f"A batch with {' and '.join(map(str, sorted(sizes))) or 'no'} samples was given; expected the plan's "
                 f"global batch of {self._plan.workload.global_batch}."
             )
-        if self._num_given == 0:
-            check_same_batch(tensors)
-        number, self._num_given = self._num_given, self._num_given + 1
-        arguments, keywords, targets = split_batch(inputs, targets)
-        self._batches.give(number, (keywords or arguments, targets))
-        self._raise_error()
-        return self._losses_of.computed.get(number * self._plan.num_microbatches + self._rank, math.nan)
+        return _Batch(leaves, spec, frozenset(batched))
 
     def finish(self) -> None:
         """Wait for the end of the run; then all ranks have the same parameters. All ranks call it together.
@@ -163,10 +192,11 @@ class PolicyTrainer:
         """
         if self._losses is not None:
             return
+        self._raise_error()
         if self._num_given < self._num_steps:
             raise RunError(
                 f"The run ended after {self._num_given} of {format_count(self._num_steps, 'step')}. Under an exchange "
-                "policy all steps are needed: give as many batches, or prepare with fewer num_steps."
+                "policy all steps are needed: give a batch for each, or prepare with fewer num_steps."
             )
         self._thread.join()
         self._raise_error()
@@ -209,9 +239,9 @@ def train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], e
         lambda parameters: make_optimizer(parameters, plan.workload.optimizer, job.learning_rate),
         job.num_steps,
         job.seed,
-        report,
+        report=report,
     )
-    for inputs, targets in islice(make_batches(source, plan.workload.global_batch, job.seed), job.num_steps):
+    for inputs, targets in itertools.islice(make_batches(source, plan.workload.global_batch, job.seed), job.num_steps):
         trainer.step(inputs, targets)
     trainer.finish()
     if job.save_model is not None:
@@ -236,43 +266,73 @@ def train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], e
     )
 
 
-def _own_optimizer(optimizer: OptimizerArgument, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(parameters)
-    if made is None:
+def refuse_under(policy: str, subject: str, lost: Mapping[str, object], backend: Backend) -> None:
+    """Raise PlanError for options that runs under an exchange policy do not have, and for GPUs.
+
+    ``subject``: the plan, in the message. ``lost``: the values of such options by name, None for those not given.
+    """
+    follows = f"{subject} follows the exchange policy {policy}, whose runs"
+    if given := [name for name, value in lost.items() if value is not None]:
+        raise PlanError(f"{follows} have no {' and no '.join(given)}. Leave out {' and '.join(given)}.")
+    if backend != "cpu":
+        raise PlanError(f'{follows} compute on processors only. Give --device cpu, in Python device="cpu".')
+
+
+def _own_optimizer(
+    optimizer: OptimizerArgument, parameters: list[nn.Parameter], made: list[torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
+    """Return the optimizer, and append it to ``made``."""
+    found = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(parameters)
+    if found is None:
         raise PlanError(
             "The function for the optimizer returned None; expected an optimizer. Every rank needs one under an "
             "exchange policy."
         )
-    return made
+    made.append(found)
+    return found
+
+
+class _Batch(NamedTuple):
+    """A global batch (args, kwargs, targets), flattened, and the places of the leaves whose first dim is the batch."""
+
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    batched: frozenset[int]
 
 
 class _HandOver:
     """The newest global batch, from the thread that reads batches to the one that computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_batches: int) -> None:
         self._changed = threading.Condition()
-        self._number = self._wanted = -1
-        self._batch: Any = None
+        self._num_batches, self._number, self._wanted = num_batches, -1, -1
+        self._batch: _Batch | None = None
         self._is_closed = False
 
-    def give(self, number: int, batch: Any) -> None:
+    def give(self, number: int, batch: _Batch) -> None:
         """Hand in batch ``number``; return when a later one is wanted, or none any more."""
         with self._changed:
             self._number, self._batch = number, batch
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._wanted > number or self._is_closed)
 
-    def take(self, number: int) -> Any:
-        """Wait for batch ``number``, and return it. Raises ProgramError for an earlier one than the newest."""
+    def take(self, number: int) -> _Batch:
+        """Wait for batch ``number``, and return it.
+
+        Raises ProgramError for an earlier batch than the newest and for one beyond the last; RunError if the run ends.
+        """
         with self._changed:
-            if number < self._number:
+            if not self._number <= number < self._num_batches:
                 raise ProgramError(
-                    f"The exchange policy issued a microbatch of step {number} after one of step {self._number}; "
-                    "batches are handed in once, in order. Let each replica compute its steps in order."
+                    f"The exchange policy issued a microbatch of step {number} after batch {self._number} of "
+                    f"{self._num_batches} batches (from 0) was handed in. Expected each replica to compute its steps "
+                    "in order, and none beyond the last."
                 )
             self._wanted = max(self._wanted, number)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._number >= number)
+            self._changed.wait_for(lambda: self._number >= number or self._is_closed)
+            if self._batch is None or self._number < number:
+                raise RunError(f"The run has ended, and batch {number} (from 0) was not handed in.")
             return self._batch
 
     def close(self) -> None:
@@ -299,7 +359,7 @@ class _MicrobatchLosses:
     ``take``: returns the global batch of a step.
     """
 
-    def __init__(self, source: ModelSource, plan: Plan, seed: int, take: Callable[[int], Any]) -> None:
+    def __init__(self, source: ModelSource, plan: Plan, seed: int, take: Callable[[int], _Batch]) -> None:
         self._source, self._seed, self._take = source, seed, take
         self._size, self._count = plan.microbatch_size, plan.num_microbatches
         self.computed: dict[int, float] = {}
@@ -315,16 +375,16 @@ class _MicrobatchLosses:
 
     def __call__(self, _module: nn.Module, microbatch: int) -> torch.Tensor:
         step, part = divmod(microbatch, self._count)
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            is_batched = tensor.ndim and len(tensor) == self._size * self._count
-            return tensor.narrow(0, part * self._size, self._size) if is_batched else tensor
-
-        inputs, targets = pytree.tree_map_only(torch.Tensor, cut, self._take(step))
+        batch = self._take(step)
+        leaves = [
+            leaf.narrow(0, part * self._size, self._size) if place in batch.batched else leaf
+            for place, leaf in enumerate(batch.leaves)
+        ]
+        arguments, keywords, targets = pytree.tree_unflatten(leaves, batch.spec)
         # The caller's random numbers, such as those that shuffle, stay the same on all ranks.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(microbatch_seed(self._seed, step, part))
-            loss = replace(self._source, inputs=inputs, targets=targets).compute_loss()
+            loss = replace(self._source, inputs=keywords or arguments, targets=targets).compute_loss()
         self.computed[microbatch] = loss.item()
         return loss
 
@@ -347,11 +407,13 @@ class _Steps:
 
 def _make_store(rank: int) -> TCPStore:
     """Return a store of rank 0 for this run, with the same address on all ranks."""
-    host = os.environ["MASTER_ADDR"]
+    # A process group that the caller made may have no address of its own.
+    host = os.environ.get("MASTER_ADDR", socket.gethostname())
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port: list[Any] = [None if store is None else store.port]
-    dist.broadcast_object_list(port)
-    return store or TCPStore(host, port[0], is_master=False, wait_for_workers=False)
+    place: list[Any] = [None if store is None else (host, store.port)]
+    dist.broadcast_object_list(place)
+    host, port = place[0]
+    return store or TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
 def _share_parameters(model: nn.Module, plan: Plan) -> None:

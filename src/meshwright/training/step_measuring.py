@@ -38,7 +38,7 @@ Sizes = tuple[tuple[str, int], ...]
 _EMULATED_SIZES = (16, 2**16, 2**19, 2**22)
 _EMULATED_S = 150.0
 _EMULATED_TIMEOUT_S = 900.0
-# Quotas work in periods of 5 to 100 ms, of which this is a multiple. At least so many passes.
+# Quotas work in periods of 5 to 100 ms, of which this is a multiple.
 _PASSES_S, _LEAST_PASSES = 10.0, 3
 
 
@@ -86,8 +86,8 @@ def measure_emulated(
     The collectives are timed on the emulated links, by ranks under their quotas. The ops are timed without quotas,
     because an op alone may fit into what a period allows, and would show nothing of the quota. Their times are divided
     by the speed of ranks under quotas: the seconds of all ops of the model at the largest batch size, relative to a
-    whole pass of the model on all ranks at once. Without a model it is the speed of another pass under quotas, relative
-    to the same pass without. It is less than the share of a core (`benchmarks/emulation.py --only shares`). The other
+    whole pass of the model on all ranks at once. Without a model, a product of matrices with a tanh is timed under
+    quotas and without. The speed is less than the share of a core (`benchmarks/emulation.py --only shares`). The other
     arguments are those of `measure_here`. Raises ClusterError for nodes of unequal numbers of devices, for devices of
     several kinds and for GPUs, and the errors of `open_lab` and `measure_here`.
     """
@@ -156,12 +156,12 @@ def _time_passes(
         dist.barrier()
         start = time.perf_counter()
         loss_of().backward()
-        taken.append((time.perf_counter() - start) / slowdowns[context.rank])
+        taken.append(time.perf_counter() - start)
         if len(taken) == count == 2:
             once = torch.tensor(taken[1], dtype=torch.float64)
             dist.all_reduce(once, dist.ReduceOp.MAX)
             count += max(math.ceil(_PASSES_S / float(once)), _LEAST_PASSES)
-    slowest = torch.tensor(taken[2:], dtype=torch.float64)
+    slowest = torch.tensor(taken[2:], dtype=torch.float64) / slowdowns[context.rank]
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest.mean())
 

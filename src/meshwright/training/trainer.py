@@ -10,10 +10,9 @@ the same global batches; each rank computes its own stages and microbatches. The
 DataLoader stay the user's own. For a plan with an exchange policy `prepare` also needs the number of steps, and returns
 a `PolicyTrainer`.
 
-`gather_state` gathers the whole model's state from the ranks that hold its parts. `Losses` all-reduces losses: the loss
-of a batch is the mean over its microbatches, which run on several ranks and, under asynchronous schedules, in several
-calls. Ranks are then up to a step apart, and waiting for each other would empty the pipeline. So the all-reduce that is
-started in one call is read in the next.
+`Losses` all-reduces losses: the loss of a batch is the mean over its microbatches, which run on several ranks and,
+under asynchronous schedules, in several calls. Ranks are then up to a step apart, and waiting for each other would
+empty the pipeline. So the all-reduce that is started in one call is read in the next.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from meshwright.capture import Captured, capture_model, check_capture, flatten_batch
 from meshwright.cost.memory import Backend
@@ -43,6 +41,7 @@ from meshwright.runtime import (
     check_precision,
     choose_device,
     gather_timeline,
+    is_batched,
     join_group,
     measure_clock_offset,
     open_session,
@@ -55,10 +54,9 @@ from meshwright.spec import (
     RunError,
     Timeline,
     check_fit,
-    slice_stages,
 )
 from meshwright.spec.plan_files import read_plan, with_compiled
-from meshwright.training.checkpoint import load_checkpoint, save_checkpoint, save_state
+from meshwright.training.checkpoint import gather_state, load_checkpoint, save_checkpoint, save_state
 from meshwright.training.feed import (
     Feed,
     MicrobatchQueue,
@@ -70,70 +68,9 @@ from meshwright.training.feed import (
     with_loader,
 )
 from meshwright.training.peak_memory import MemoryMeter
-from meshwright.training.policy_run import PolicyTrainer
+from meshwright.training.policy_run import PolicyTrainer, refuse_under
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
 from meshwright.zoo import ModelSource
-
-
-def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
-    """Return the whole state dict of ``model`` on rank 0, in host memory; None on other ranks.
-
-    All ranks call it together. A tensor comes from the first replica of the first stage that holds it; a tensor that
-    the graph does not use comes from rank 0's model.
-    """
-    owners = _owners(session)
-    buffers = {name: item for module in session.modules for name, item in module.named_buffers()}
-    state: dict[str, torch.Tensor] = {}
-    for tensor, holders in owners.items():
-        facts = session.graph.tensors[tensor]
-        held: torch.Tensor | None = session.parameters.get(tensor, buffers.get(facts.name))
-        if isinstance(held, DTensor):
-            # Replicas with shards of it gather them, at the same place in this loop.
-            held = _on_device(held, session.device).full_tensor().to(getattr(torch, facts.dtype))
-        own = held.detach().contiguous() if held is not None else torch.empty(0)
-        if session.rank in holders and session.rank != 0:
-            dist.send(own, 0)
-        if session.rank == 0:
-            shape = [extent.at(0) for extent in facts.shape]
-            shares = []
-            for holder in holders:
-                value = torch.empty(shape, dtype=getattr(torch, facts.dtype), device=session.device)
-                if holder == 0:
-                    value = own
-                else:
-                    dist.recv(value, holder)
-                shares.append(value)
-            state[facts.name] = session.model.join(shares, tensor).cpu().clone()
-    if session.rank != 0:
-        return None
-    names = {alias: session.graph.tensors[i].name for i in owners for alias in session.graph.tensors[i].aliases}
-    return {
-        key: state[names.get(key, key)] if names.get(key, key) in state else value.detach().cpu().clone()
-        for key, value in model.state_dict().items()
-    }
-
-
-def _on_device(value: DTensor, device: torch.device) -> DTensor:
-    """A sharded tensor on the device where its processes communicate; its shards may be on the host."""
-    local = value.to_local()
-    if local.device == device:
-        return value
-    made: DTensor = DTensor.from_local(
-        local.to(device), value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
-    )
-    return made
-
-
-def _owners(session: Session) -> dict[int, tuple[int, ...]]:
-    """Tensor id of every parameter and buffer → the processes that provide it: several with shards, or one."""
-    owners: dict[int, tuple[int, ...]] = {}
-    width = session.grid.width
-    for stage in slice_stages(session.graph, session.model.plan):
-        first = session.plan.stages[stage.index].ranks[0] * width
-        for tensor in (*stage.parameters, *stage.buffers):
-            count = width if session.model.is_split(tensor) else 1
-            owners.setdefault(tensor, tuple(range(first, first + count)))
-    return owners
 
 
 @overload
@@ -246,7 +183,8 @@ def prepare(
     if policy and isinstance(plan, Plan) and num_steps is not None:
         check_fit(plan, captured.graph)
         source = ModelSource(name=plan.model, model=model, inputs=inputs, targets=targets, loss=loss)
-        return PolicyTrainer(source, plan, optimizer, num_steps, run_seed)
+        flags = [is_batched(captured.graph, tensor) for tensor in captured.graph.inputs]
+        return PolicyTrainer(source, plan, optimizer, num_steps, run_seed, flags)
     if recaptures(plan, model, captured.graph):
         # A model whose plan is refused must stay unchanged.
         check_fit(plan, captured.graph)
@@ -290,17 +228,10 @@ def _check_policy_arguments(policy: str, num_steps: int | None, backend: Backend
         given = "without num_steps" if num_steps is None else f"with num_steps={num_steps}"
         raise PlanError(
             f"The plan follows the exchange policy {policy}, and was prepared {given}. Its controller decides until "
-            "the last step: give the number of steps, prepare(..., num_steps=1000). Other trainers cannot follow a "
-            "policy."
+            "the last step: give the number of steps, prepare(..., num_steps=1000). The adapters for Hugging Face and "
+            "Lightning follow no policy."
         )
-    if lost := [name for name, value in others.items() if value is not None]:
-        raise PlanError(
-            f"The plan follows the exchange policy {policy}, whose runs have no {' and '.join(lost)}. Leave it out."
-        )
-    if backend != "cpu":
-        raise PlanError(
-            f'The plan follows the exchange policy {policy}, whose runs compute on processors only. Give device="cpu".'
-        )
+    refuse_under(policy, "The plan", others, backend)
 
 
 class Trainer:

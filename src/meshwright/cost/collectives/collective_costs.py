@@ -147,7 +147,7 @@ class CollectiveCosts:
     ) -> tuple[Predictions | None, Cluster]:
         """Return the prediction from the user's measurements, None without comparable ones, and the cluster it is for.
 
-        Of the models with groups of the same number of ranks, else of all, the one of the most similar links is used.
+        Of the models with such groups, else of all, the one of the most similar links is used.
         """
         slowness = 1.0
         if len(self.own) > 1:
@@ -155,7 +155,7 @@ class CollectiveCosts:
             slowness = find_slowness([even], [actual])
 
         def distance(known: float) -> tuple[bool, float]:
-            return not self.own[known].has_measured(op, len(ranks)), abs(log(known / slowness))
+            return not self.own[known].has_measured(op, self._place(ranks, concurrent)), abs(log(known / slowness))
 
         for known in sorted(self.own, key=distance):
             found = self._ask(self.own[known], op, ranks, num_bytes, concurrent)

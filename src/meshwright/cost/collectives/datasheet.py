@@ -241,7 +241,7 @@ def _bound_between(
         rails = min(min(cluster.nodes[index].num_nics, count) for index, count in by_node.items())
         num_ranks, load = by_rack.total(), 1.0
         if op == "all_to_all":
-            rails *= min(len(by_node), cluster.racks.nodes_per_rack)
+            rails *= min(Counter(map(cluster.rack_of, by_node)).values())
             load = _most_leaving(by_rack, num_ranks) / _most_leaving(by_node, num_ranks)
         racks = [{cluster.rack_of(node) for node in nodes} for nodes in others]
         sharing = 1 + max(sum(len(touched) > 1 and rack in touched for touched in racks) for rack in by_rack)

@@ -135,9 +135,10 @@ class CollectiveModel:
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    def has_measured(self, op: CollectiveOp, num_ranks: int) -> bool:
-        """Return whether a collective was measured in a group of this number of ranks."""
-        return any(series.op == op and series.group.num_ranks == num_ranks for series in self.series)
+    def has_measured(self, op: CollectiveOp, group: CollectiveGroup) -> bool:
+        """Return whether a collective was measured in groups of the same number of ranks, in or across nodes alike."""
+        alike = group.num_ranks, group.num_nodes > 1
+        return any(one.op == op and (one.group.num_ranks, one.group.num_nodes > 1) == alike for one in self.series)
 
     def predict(
         self, op: CollectiveOp, group: CollectiveGroup, num_bytes: Floats, *, dtype: str = "", num_groups: int = 0

@@ -2,9 +2,10 @@
 
 The slowness of groups is the ratio of their datasheet seconds per byte on the cluster and on one in which all links
 between nodes are those of the first node (`even_links`). A row of the table names the size and the stride of its
-groups, not their nodes, and its time is the mean over groups. So rows of about equal slowness are fitted together, as
-if all links were those of the first node with its bandwidth divided by the slowness. A prediction is scaled from there
-to the links of its group. Both factors are ratios of datasheet costs, near 1 where the group was measured:
+groups, not their nodes, and its time is the mean over groups. So rows of about equal slowness, rounded to a power of
+two, are fitted together, as if all links were those of the first node with its bandwidth divided by the slowness. A
+prediction is scaled from there to the links of its group. Both factors are ratios of datasheet costs, near 1 where the
+group was measured:
 
     fitted = measured · mean over the measured groups (even, slow) / mean over the measured groups (cluster)
     predicted = fit · group (cluster) / group (even, slow)
@@ -15,6 +16,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from math import log2
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -48,10 +51,10 @@ def even_links(cluster: Cluster, slowness: float = 1.0) -> Cluster:
 
 
 def find_slowness(usual: Sequence[Tariff], actual: Sequence[Tariff]) -> float:
-    """Return the slowness of links from datasheet costs on `even_links` and on the cluster, to two digits."""
+    """Return the slowness of links from datasheet costs on `even_links` and on the cluster, as a power of two."""
     large = np.array([_LARGE_BYTES])
     usual_s, actual_s = (sum(float(tariff.estimate(large)[0]) for tariff in tariffs) for tariffs in (usual, actual))
-    return float(f"{actual_s / usual_s:.2g}") if usual_s > 0 else 1.0
+    return 2.0 ** round(log2(actual_s / usual_s)) if usual_s > 0 else 1.0
 
 
 def fit_links(rows: Records, cluster: Cluster) -> tuple[LinkModels, CollectiveModel | None]:
@@ -73,6 +76,14 @@ def as_on_even_links(rows: Records, cluster: Cluster) -> dict[float, Records]:
     even, per_node = even_links(cluster), cluster.num_ranks // len(cluster.nodes)
     if even is cluster:
         return {1.0: rows}
+
+    @cache
+    def compare(op: CollectiveOp, *place: int) -> tuple[float, list[Tariff], list[Tariff]]:
+        """Return the slowness of groups, and their datasheet costs on even links so slow and on the cluster."""
+        actual = _quote(cluster, op, *place)
+        slowness = find_slowness(_quote(even, op, *place), actual)
+        return slowness, _quote(even_links(cluster, slowness), op, *place), actual
+
     found = defaultdict[float, list[int]](list)
     seconds = rows.seconds.copy()
     columns = (rows.size(name).tolist() for name in ("nodes", "devices_per_node", "ranks", "groups", "stride", "bytes"))
@@ -80,9 +91,8 @@ def as_on_even_links(rows: Records, cluster: Cluster) -> dict[float, Records]:
         last, slowness = (ranks - 1) * stride + groups if stride > 1 else ranks * groups, 1.0
         if (nodes, devices) == (len(cluster.nodes), per_node) and last <= cluster.num_ranks:
             op = cast("CollectiveOp", rows.op[row])
-            actual = _quote(cluster, op, ranks, groups, stride)
-            slowness = find_slowness(_quote(even, op, ranks, groups, stride), actual)
-            usual, size = _quote(even_links(cluster, slowness), op, ranks, groups, stride), np.array([float(num_bytes)])
+            slowness, usual, actual = compare(op, ranks, groups, stride)
+            size = np.array([float(num_bytes)])
             usual_s, actual_s = (sum(tariff.estimate(size)[0] for tariff in each) for each in (usual, actual))
             seconds[row] *= usual_s / actual_s if actual_s > 0 else 1.0
         found[slowness].append(row)

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.costs import INTERVAL_SHARE, Basis, Floats, OpCost, Predictions
+from meshwright.cost.kernels import is_tiled
 from meshwright.cost.roofline import LAUNCH_S, RooflineSeconds, peak_flops
 from meshwright.cost.work import Amount, Family, OpWork, read_work, relatives
 from meshwright.spec import DeviceKind, OpMeasurement
@@ -88,6 +89,8 @@ Describe = Callable[[str], OpWork | None]
 # v, w, l (in doublings of a size) and the deviation of ln t between two measurements of one op in different models.
 _SHARED, _ALIKE, _SCALE, _NOISE = 0.3, 1.0, 12.0, 0.2
 _PRIOR_DEVIATION = math.sqrt(3.0 * (_SHARED + _ALIKE) + _NOISE**2)
+# The fewest forwards of a family on a GPU; a shipped predictor (`cost.kernels`) estimates ops of smaller families.
+_MIN_ON_GPUS = 4
 # The deviation of ln t that the explanation leaves: rows count almost equally in its fit, however precise they are.
 _UNEXPLAINED = 0.5
 # Twice the cost of reading the clock (`measurement.clocks`): shorter times are noise.
@@ -213,8 +216,11 @@ def fit_op_regressor(
                 continue
             if _amount(work, part).num_calls:
                 families[work.family].append((work, row))
+        least = _MIN_ON_GPUS if part == "forward" and is_tiled(kind) else 1
         alone, apart = [np.zeros(0)], [np.zeros(0)]
         for family, known in families.items():
+            if len(known) < least:
+                continue
             process, names = _fit_family(known, part, kind, dtype), [row.key for _, row in known]
             processes[part, family] = process
             alone.append(process.left_out(names))

@@ -54,7 +54,7 @@ _Key = tuple[int, str]
 _MOST_NAMED = 4
 # Groups of sums whose connections stay open. A policy that forms groups in the run may use thousands, and each costs
 # every member a thread and a connection to every other member.
-MOST_GROUPS = 64
+MOST_OPEN = 64
 _PS_PER_NS = 1000
 # The store takes no shorter time limit.
 _LEAST_S = 0.001
@@ -338,9 +338,10 @@ class Decider:
         self._push(issue.rank, issue.stream, command)
 
     def _connect(self, group: tuple[int, ...], user: _Key) -> int:
-        """Return the number under which a group's members connect; too many idle groups are closed, and get new ones.
+        """Return the number under which a group's members connect.
 
-        Members close a group with their next sum: none of them uses it any more, because all of its sums have ended.
+        If more than `MOST_OPEN` groups are open, those that have been idle for longest are closed. A closed group gets
+        a new number when it is used again. Its members close it with their next sum.
         """
         found = self._groups.pop(group, None)
         if found is None:
@@ -349,7 +350,7 @@ class Decider:
         found.users.add(user)
         self._groups[group] = found
         idle = [other for other in self._groups if not self._sums[other]]
-        for other in idle[: max(len(self._groups) - MOST_GROUPS, 0)]:
+        for other in idle[: max(len(self._groups) - MOST_OPEN, 0)]:
             for each in self._groups.pop(other).users:
                 self._closing[each].append(other)
         return found.number

@@ -64,9 +64,16 @@ class Replica:
                 raise ProgramError(f"A replica cannot run {work.instruction}; expected forwards, backwards, updates.")
 
     def _forward(self, work: DispatchedWork, microbatch: int) -> None:
+        own = threading.get_ident()
+
+        def check(*_: object) -> None:
+            # Another thread may use the module while this forward waits for its batch.
+            if threading.get_ident() == own:
+                work.check()
+
         with contextlib.ExitStack() as hooks:
             for submodule in self.module.modules():
-                hooks.callback(submodule.register_forward_pre_hook(lambda *_: work.check()).remove)
+                hooks.callback(submodule.register_forward_pre_hook(check).remove)
             self._losses[microbatch] = work, self._loss_of(self.module, microbatch)
 
     def _backward(self, work: DispatchedWork, microbatch: int) -> None:

@@ -3,7 +3,7 @@
 A send moves data when it is executed: the receiving rank takes them in at once and keeps them for the computation that
 waits for the send or its receive. Two ranks exchange data over a gloo pair of their own for each direction, members of
 a collective over a group of their own. Both are made when first needed, under a prefix of the store that no other group
-has. The deciding rank has groups closed that were not used for long.
+has. The deciding rank tells members to close groups that have been idle for long.
 """
 
 from __future__ import annotations
