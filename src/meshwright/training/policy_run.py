@@ -27,6 +27,7 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.capture import split_batch
 from meshwright.cost.memory import Backend
@@ -82,9 +83,10 @@ class PolicyTrainer:
                 f"started. Start {plan.num_devices}, or plan for {format_count(num_processes, 'device')}."
             )
         self._batches, self._num_given, self._is_batched = _HandOver(num_steps), 0, is_batched
+        self._hook: RemovableHandle | None = None
         self._losses_of = _MicrobatchLosses(source, plan, run_seed, self._batches.take)
-        made: list[torch.optim.Optimizer] = []
-        replica = Replica(source.model, self._losses_of, lambda items: _own_optimizer(optimizer, items, made))
+        made = _own_optimizer(optimizer, [item for item in source.model.parameters() if item.requires_grad])
+        replica = Replica(source.model, self._losses_of, lambda _: made)
         updates_per_step = check_policy(plan, num_steps, replica.num_bytes)
         if self._rank >= len(plan.stages[0].ranks):
             # A rank that computes no batch takes the batch of a step before its updates: it does not run ahead of the
@@ -94,7 +96,7 @@ class PolicyTrainer:
             def wait(*_: object) -> None:
                 self._batches.take(next(count) // updates_per_step)
 
-            made[0].register_step_pre_hook(wait)
+            self._hook = made.register_step_pre_hook(wait)
         on_end = None
         if report is not None and self._rank == 0:
             on_end = _Steps(updates_per_step, plan.workload.global_batch * plan.used_share, report).follow
@@ -199,6 +201,8 @@ class PolicyTrainer:
                 "policy all steps are needed: give a batch for each, or prepare with fewer num_steps."
             )
         self._thread.join()
+        if self._hook is not None:
+            self._hook.remove()
         self._raise_error()
         losses = self._losses_of.gather(self._num_steps)
         _share_parameters(self._model, self._plan)
@@ -278,17 +282,13 @@ def refuse_under(policy: str, subject: str, lost: Mapping[str, object], backend:
         raise PlanError(f'{follows} compute on processors only. Give --device cpu, in Python device="cpu".')
 
 
-def _own_optimizer(
-    optimizer: OptimizerArgument, parameters: list[nn.Parameter], made: list[torch.optim.Optimizer]
-) -> torch.optim.Optimizer:
-    """Return the optimizer, and append it to ``made``."""
+def _own_optimizer(optimizer: OptimizerArgument, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     found = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(parameters)
     if found is None:
         raise PlanError(
             "The function for the optimizer returned None; expected an optimizer. Every rank needs one under an "
             "exchange policy."
         )
-    made.append(found)
     return found
 
 
