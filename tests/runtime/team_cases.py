@@ -165,6 +165,9 @@ def all_cases(model, world):
     if world == 8 and model != "gpt":
         return []
     found = [case for case in CASES[world] if (case.split.split("+")[0] in _EXPERTS) == (model == "mixtral")]
+    if model == "resnet":
+        # Channels are shared out. Replicas have statistics of their own samples, unlike one process.
+        found = [case for case in found if case.split.split("+")[0] in ("tensor", "tensor4") and max(case.stages) == 1]
     if model == "gpt-ignoring":
         # Its classes weigh, and may not be shared out.
         found = [case for case in found if case.split.split("+")[0] in ("ring", "context", "whole")]
@@ -178,8 +181,8 @@ def all_cases(model, world):
     return [case for case in found if not (model in ("gpt-tied", "tied") and case.schedule.startswith("pipedream"))]
 
 
-# The models whose layouts on two ranks `make test` tries: tensor, sequence and expert parallelism, clipping, parts.
-FEW = ("tied", "mixtral")
+# The models whose layouts on two ranks `make test` tries: tensor (also of channels), sequence and expert parallelism.
+FEW = ("tied", "mixtral", "resnet")
 
 
 def main_cases(model, world):
@@ -192,6 +195,8 @@ def main_cases(model, world):
     if model == "tied":
         kept = ("tensor", "sequence", f"whole{CLIP}", f"sequence{CLIP}", f"whole{PARTS}")
         return [case for case in found if case.optimizer == "sgd" and case.split in kept]
+    if model == "resnet":
+        return [case for case in found if case.optimizer == "sgd"]
     if model == "gpt-tied":
         kept = ("whole+again", "whole+clip", "whole+zero3", "whole+zero1+pairs", "whole+parts")
         return [case for case in found if case.optimizer == "sgd" and case.split in kept]

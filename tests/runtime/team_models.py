@@ -4,6 +4,7 @@ import torch
 
 from meshwright.zoo import load_model
 from tests.runtime.models import GPT, Case, _token_loss
+from tests.runtime.models import MODELS as OTHERS
 
 VOCABULARY, LENGTH = 24, 8
 
@@ -66,4 +67,5 @@ MODELS = {
     "gpt-dropout": gpt(tied=False, dropout=0.2),
     "llama": zoo("llama-tiny"),
     "mixtral": zoo("mixtral-tiny"),
+    "resnet": OTHERS["resnet"],
 }

@@ -101,17 +101,6 @@ class MLP(nn.Module):
         return self.down(self.between(self.up(x)))
 
 
-class Normed(nn.Module):
-    """Statistics of a share."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.norm(self.up(x)))).mean((2, 3))
-
-
 class Running(MLP):
     """A running mean of its own."""
 
@@ -189,7 +178,6 @@ def open_local(model, loss=nn.functional.mse_loss, batch=None, **sharding):
 
 TEXT = torch.randint(24, (4, 8)), torch.randint(24, (4, 8))
 SEQUENCES = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
-IMAGES = torch.randn(4, 3, 8, 8), torch.randn(4, 2)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +186,6 @@ IMAGES = torch.randn(4, 3, 8, 8), torch.randn(4, 2)
         (MLP, {"tensor": 2, "sequence_parallel": True, "regather": True}, "which can only be simulated"),
         (Forgetful, {"tensor": 2, "batch": SEQUENCES}, "draws random numbers, and only dropout can do that on shards"),
         (lambda: MLP(at_most), {"tensor": 2}, "some of its optional tensors are missing"),
-        (Normed, {"tensor": 2, "batch": IMAGES}, "'norm.running_mean' in its forward; a shard would give"),
         (Running, {"tensor": 2}, "'run' in its forward; a shard would give"),
         (GPT24, {"tensor": 2, "batch": TEXT, "loss": weighed}, "has weights of classes"),
         (

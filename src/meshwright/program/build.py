@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.traits import operator_name
 from meshwright.program.buckets import gradient_buckets
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.endless_program import build_endless
@@ -41,7 +40,6 @@ from meshwright.program.schedules.seats import join_ranks
 from meshwright.program.stage_transfers import Computations, Crossings, append_orders, append_transfers, find_crossings
 from meshwright.spec import (
     Graph,
-    Op,
     Opcode,
     Plan,
     PlanError,
@@ -353,7 +351,9 @@ def _check_written_buffers(plan: Plan, graph: Graph, stage: StageSlice, order: O
     columns = order.columns
     forwards = np.flatnonzero((columns.opcode == Opcode.FORWARD) & (columns.stage == stage.index)).tolist()
     late = next((b for a, b in pairwise(forwards) if columns.microbatch[b] < columns.microbatch[a]), None)
-    writer = next((graph.ops[op] for op in stage.ops if _writes_buffer(graph.ops[op], stage)), None)
+    buffers = set(stage.buffers)
+    writers = (graph.ops[op] for op in stage.ops if graph.ops[op].writes_buffers)
+    writer = next((op for op in writers if not buffers.isdisjoint(op.inputs)), None)
     if late is not None and writer is not None:
         raise ScheduleError(
             f"{plan.schedule} runs the forward of microbatch {int(columns.microbatch[late])} on stage {stage.index} "
@@ -361,11 +361,6 @@ def _check_written_buffers(plan: Plan, graph: Graph, stage: StageSlice, order: O
             "updates its running statistics in every forward, so the result would differ from training in one process. "
             "Run the forwards of this stage in the order of the microbatches."
         )
-
-
-def _writes_buffer(op: Op, stage: StageSlice) -> bool:
-    """Whether an op is batch normalisation, or in place (torch's name ends with an underscore), on a buffer."""
-    return ("batch_norm" in operator_name(op) or op.is_in_place) and not set(stage.buffers).isdisjoint(op.inputs)
 
 
 def append_loads(

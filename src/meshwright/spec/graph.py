@@ -251,6 +251,11 @@ class Op:
         name = self.kind.split(".")[1] if "." in self.kind else self.kind
         return name.endswith("_") and not name.endswith("__")
 
+    @property
+    def writes_buffers(self) -> bool:
+        """Return whether the op writes the buffers among its inputs: in place, or as a norm with running statistics."""
+        return self.is_in_place or "batch_norm" in self.kind or "instance_norm" in self.kind
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:

@@ -178,7 +178,7 @@ def _written_storages(graph: Graph, op: Op) -> set[int]:
         return made or set(read[:1])
     if not op.outputs:
         return {storage for storage in read if graph.tensors[storage].role in ("activation", "buffer")}
-    if "batch_norm" in operator_name(op) or "instance_norm" in operator_name(op):
+    if op.writes_buffers:
         return {storage for storage in read if graph.tensors[storage].role == "buffer"}
     return set()
 

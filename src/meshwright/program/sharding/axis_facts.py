@@ -45,8 +45,19 @@ class AxisGraph:
         return op_dims(op.kind, op.attributes, inputs, outputs)
 
     def is_parameter(self, tensor: int) -> bool:
-        """Return whether the tensor is a parameter; a parameter gets the layout that its first reader needs."""
+        """Return whether the tensor is a parameter."""
         return self.graph.tensors[tensor].role == "parameter"
+
+    def takes_layout(self, tensor: int) -> bool:
+        """Return whether the tensor gets the layout that its first reader needs: a parameter, or a written buffer."""
+        return self.is_parameter(tensor) or tensor in self._written_buffers
+
+    @cached_property
+    def _written_buffers(self) -> set[int]:
+        """Buffers that an op writes. An op on shards must write the process's own shard, not a copy of a slice."""
+        tensors = self.graph.tensors
+        read = (i for op in self.graph.ops if op.writes_buffers for i in op.inputs)
+        return {i for i in read if tensors[i].role == "buffer"}
 
     def requires_gradient(self, tensor: int) -> bool:
         """Return whether training computes a gradient of the tensor."""

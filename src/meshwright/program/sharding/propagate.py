@@ -94,7 +94,7 @@ def _propagate(facts: AxisGraph, rule: AxisRule, told: Mapping[int, OpSplit | No
         split = told[index] if index in told else rule.choose(state, index)
         state.splits.append(split)
         for tensor, place in zip(op.inputs, state.wanted(index), strict=True):
-            state.places.setdefault(tensor, place if facts.is_parameter(tensor) else None)
+            state.places.setdefault(tensor, place if facts.takes_layout(tensor) else None)
         _place_outputs(state, rule, index, split)
     return state
 

@@ -182,17 +182,23 @@ class LocalModel:
         return {id(self.captured.trace.attribute(name)): self.shares[tensor] for tensor, name in names.items()}
 
     def _check_written(self, op: Op, converted: Mapping[int, int]) -> None:
-        """Raise PlanError for running statistics, which differ for a shard."""
-        roots = [self._root(i, converted) for i in op.inputs]
-        buffers = [root for root, _ in roots if self.graph.tensors[root].role == "buffer"]
-        layouts = self.sharded.layouts.values()
-        is_whole = all(isinstance(given[i], Replicate) for given in layouts for i in (*op.inputs, *op.outputs))
-        if buffers and (not is_whole or any(is_converted for _, is_converted in roots)):
-            raise PlanError(
-                f"The plan splits {op.name!r}, which updates {self.graph.tensors[buffers[0]].name!r} in its "
-                f"forward; a shard would give other statistics. Place the op whole (`--placement '{op.name}=tensor'`"
-                "), freeze the statistics, or plan without the axis."
-            )
+        """Raise PlanError unless an op on shards writes the shards of its buffers, such as running statistics.
+
+        An op that is split so that its buffers and its results are, too, computes each element of them as the whole op
+        would; batch norm does on shards of the channels.
+        """
+        roots = {i: self._root(i, converted) for i in op.inputs}
+        buffers = {i: root for i, root in roots.items() if self.graph.tensors[root[0]].role == "buffer"}
+        for axis, layouts in self.sharded.layouts.items() if buffers else ():
+            is_whole = all(isinstance(layouts[i], Replicate) for i in (*op.inputs, *op.outputs))
+            is_sharded = all(isinstance(layouts[i], Shard) for i in (*buffers, *op.outputs))
+            if not (is_whole or is_sharded) or any(is_converted for _, is_converted in buffers.values()):
+                written, _ = next(iter(buffers.values()))
+                raise PlanError(
+                    f"The plan splits {op.name!r}, which updates {self.graph.tensors[written].name!r} in its forward; "
+                    f"a shard would give other statistics. Place the op whole (`--placement '{op.name}={axis}'`), "
+                    "freeze the statistics, or plan without the axis."
+                )
 
     def _root(self, tensor: int, converted: Mapping[int, int]) -> tuple[int, bool]:
         """The tensor that owns another's memory, or from which it was made; and whether a conversion is between."""

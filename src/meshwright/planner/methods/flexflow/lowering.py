@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from meshwright.cost.traits import operator_name
 from meshwright.planner.methods.flexflow.layers import SoapLayer, find_layers, sums_of
 from meshwright.program.sharding.local_graphs import local_attributes
 from meshwright.spec import Extent, Graph, Layer, Op, PlanError, Tensor
@@ -178,10 +177,9 @@ class _Writer:
         graph, part = self._facts.graph, self._part
         for index in self._facts.needed(self._number):
             op = graph.ops[index]
-            writes = op.is_in_place or operator_name(op) in ("batch_norm", "instance_norm")
             is_own = index in self._layer.ops
             inputs = tuple(self._read(tensor, is_cut=is_own) for tensor in op.inputs)
-            if writes:
+            if op.writes_buffers:
                 part.copies |= {local for local in inputs if self._tensors[local].role == "buffer"}
             outputs = tuple(self._add(tensor, self._cuts(tensor) if is_own else ()) for tensor in op.outputs)
             self._local.update(zip(op.outputs, outputs, strict=True))
