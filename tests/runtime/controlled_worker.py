@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -47,12 +48,13 @@ class Late(nn.Module):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.parts = nn.ModuleList(nn.Identity() for _ in range(15))
-        self.seconds = seconds
+        self.seconds, self.num_whole = seconds, 0
 
     def forward(self, inputs):
         for part in self.parts:
             time.sleep(self.seconds / len(self.parts))
             inputs = part(inputs)
+        self.num_whole += 1
         return inputs
 
 
@@ -107,7 +109,9 @@ CASES = {
     "backup": BackupWorkers(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "stopped": StoppedBackups(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "delay": BoundedDelay(max_delay=1, num_clocks=VERSIONS, **COUNTS),
+    "synchronous": BackupWorkers(num_backups=0, num_versions=VERSIONS, **COUNTS),
     "partial": PartialReduce(group_size=2, num_iterations=VERSIONS, bridge_after=2, **COUNTS),
+    "late deciding": StoppedBackups(num_backups=1, num_versions=VERSIONS, **COUNTS),
     "closing": PartialReduce(group_size=2, num_iterations=VERSIONS, bridge_after=2, **COUNTS),
     "silent": Silent(),
     "stuck": Stuck(num_backups=1, num_versions=VERSIONS, **COUNTS),
@@ -133,6 +137,44 @@ def deadly_loss(module: nn.Module, microbatch: int) -> torch.Tensor:
     return loss_on(module, microbatch)
 
 
+def dying(module: nn.Module, microbatch: int) -> torch.Tensor:
+    """A loss in which the rank is killed in its third iteration."""
+    if microbatch >= 2 * COUNTS["num_workers"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss_on(module, microbatch)
+
+
+def hanging(module: nn.Module, microbatch: int) -> torch.Tensor:
+    """A loss in which the rank is stopped in its third iteration."""
+    if microbatch // COUNTS["num_workers"] == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return loss_on(module, microbatch)
+
+
+class DyingInSum(Replica):
+    """A replica that is killed in its third sum."""
+
+    num_sums = 0
+
+    def summand(self, instruction):
+        self.num_sums += 1
+        if self.num_sums == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().summand(instruction)
+
+
+class DyingInSend(Replica):
+    """A replica that is killed in its third send."""
+
+    num_sends = 0
+
+    def outgoing(self, send):
+        self.num_sends += 1
+        if self.num_sends == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().outgoing(send)
+
+
 class SlowLink(Replica):
     """A replica whose sends take long."""
 
@@ -143,7 +185,21 @@ class SlowLink(Replica):
 
 # Ranks that die in a forward, when all connections are made and none of them is in use.
 KILLED = {"killed": 2, "deciding killed": 1}
-TIMEOUT_S = {"killed": 10, "deciding killed": 10}
+TIMEOUT_S = {"killed": 60, "deciding killed": 10}
+DEATH_AFTER_S = 2
+# Runs that go on without a rank: the policy, the rank, and the loss or the replica by which it ends or stops.
+DEATHS = {
+    "backup, killed": ("backup", 2, dying),
+    "backup, killed in a send": ("backup", 2, DyingInSend),
+    "backup, hangs": ("backup", 2, hanging),
+    "synchronous, killed": ("synchronous", 2, dying),
+    "stopped, killed": ("stopped", 2, dying),
+    "delay, killed": ("delay", 2, dying),
+    "partial, killed": ("partial", 2, dying),
+    "partial, killed in a sum": ("partial", 2, DyingInSum),
+    "partial, hangs": ("partial", 2, hanging),
+    "backup, server killed": ("backup", 3, DyingInSend),
+}
 
 
 def run(case: str, out: Path) -> None:
@@ -153,10 +209,14 @@ def run(case: str, out: Path) -> None:
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False
     )
     module = make_module()
-    if rank == 1 and case not in ("slow link", *KILLED):
-        module.insert(0, Late(LATE_S))
+    late = Late(LATE_S)
+    if rank == (case != "late deciding") and case not in ("slow link", *KILLED):
+        module.insert(0, late)
     kind = SlowLink if (rank, case) == (1, "slow link") else Replica
     loss = deadly_loss if rank == KILLED.get(case) else failing_loss if case == "failing" else loss_on
+    policy, dead, how = DEATHS.get(case, (case, None, None))
+    if rank == dead:
+        kind, loss = (how, loss) if isinstance(how, type) else (kind, how)
     replica = kind(module, loss, make_optimizer)
     found = {}
     if case == "closing":
@@ -174,16 +234,19 @@ def run(case: str, out: Path) -> None:
     start = time.perf_counter()
     try:
         decided = run_controlled(
-            CASES[case],
+            CASES[policy],
             replica,
             rank=rank,
             num_ranks=world_size,
             store=store,
             timeout_s=TIMEOUT_S.get(case, 60),
             deciding=1 if case == "deciding killed" else 0,
+            death_after_s=DEATH_AFTER_S,
+            survive_deaths=case not in KILLED,
         )
         if decided is not None:
             write_document(decided.log, out / "log.json")
+            found["num_whole"] = late.num_whole
             found["seconds"] = time.perf_counter() - start
             counts = ("applied", "dropped", "abandoned")
             found["state"] = str(decided.state)
@@ -194,16 +257,28 @@ def run(case: str, out: Path) -> None:
     (out / f"{rank}.json").write_text(json.dumps(found))
     store.add("written", 1)
     # The store is that of rank 0, which stays until all have written.
-    while rank == 0 and store.add("written", 0) < world_size - (case in KILLED) and time.perf_counter() - start < 60:
+    others = world_size - (case in KILLED or how not in (None, hanging))
+    while rank == 0 and store.add("written", 0) < others and time.perf_counter() - start < 60:
         time.sleep(0.01)
+
+
+def wake(size: int, folder: Path) -> None:
+    """Continue the processes that have stopped, when all others have written what they found."""
+    while len(list(folder.glob("?.json"))) < size - 1:
+        time.sleep(0.1)
+    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+        os.kill(int(child), signal.SIGCONT)
 
 
 if __name__ == "__main__":
     _, size, name, folder = sys.argv
+    if name.endswith(", hangs"):
+        # The rank goes on when the others have ended.
+        threading.Thread(target=wake, args=(int(size), Path(folder)), daemon=True).start()
     try:
         fork_ranks(int(size), lambda: run(name, Path(folder)))
     except SystemExit:
-        if name not in KILLED:
+        if name not in (*KILLED, *DEATHS):
             raise
         # The others write what they found.
         while len(list(Path(folder).glob("?.json"))) < int(size) - 1:

@@ -17,7 +17,7 @@ from meshwright.spec.control import Decision, Issue
 from meshwright.spec.decision_log import DecisionLog, repeat_decisions
 from tests.processes import run_ranks
 from tests.program.delays import follow_clocks
-from tests.runtime.controlled_worker import CASES, COUNTS, VERSIONS, loss_on, make_module, make_optimizer
+from tests.runtime.controlled_worker import CASES, COUNTS, DEATHS, VERSIONS, loss_on, make_module, make_optimizer
 
 pytestmark = pytest.mark.distributed
 NUM_WORKERS = COUNTS["num_workers"]
@@ -79,6 +79,12 @@ def test_updates_take_the_first_gradients_of_their_version(case, tmp_path):
     assert counts["applied"] == VERSIONS * (NUM_WORKERS - 1)
     # The late worker falls behind, or is stopped.
     assert counts["dropped"] > 0 if case == "backup" else counts["abandoned"] > 0
+
+
+def test_the_deciding_rank_is_stopped_too(tmp_path):
+    found, _ = run("late deciding", tmp_path)
+    assert found[0]["counts"]["abandoned"] > VERSIONS / 2
+    assert found[0]["num_whole"] < VERSIONS / 2, "its computations end when they are abandoned"
 
 
 def test_workers_are_never_further_apart_than_the_bound(tmp_path):
@@ -161,7 +167,7 @@ def test_a_failed_run_ends_on_all_ranks(case, message, tmp_path):
 @pytest.mark.parametrize(
     ("case", "killed", "message"),
     [
-        ("killed", 2, r"RunError: Forward\(.*\) of rank 2 .* has not ended in 10 s"),
+        ("killed", 2, r"RunError: Rank 2 .* has died: it gave no sign of life for 2 s in Forward\(.*\) of rank 2"),
         ("deciding killed", 1, "Rank 0 leaves the controlled run: .* gave no sign of life"),
     ],
 )
@@ -171,6 +177,99 @@ def test_a_rank_that_is_killed_ends_the_run(case, killed, message, tmp_path):
         if rank != killed:
             found = json.loads((tmp_path / f"{rank}.json").read_text())
             assert re.search(message if rank == 0 else "leaves the controlled run", found["error"])
+
+
+def run_with_death(case, folder):
+    """What the ranks found, by rank, and the log; its decisions repeat, also in the simulator."""
+    policy, dead, _ = DEATHS[case]
+    num_ranks = NUM_WORKERS + (policy != "partial")
+    run_ranks("tests.runtime.controlled_worker", num_ranks, case, str(folder))
+    found = {rank: folder / f"{rank}.json" for rank in range(num_ranks)}
+    found = {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
+    assert "error" not in found[0], found[0]
+    log = read_document(DecisionLog, folder / "log.json")
+    assert list(log.deaths) == [dead]
+    if case.endswith(", hangs"):
+        assert "the deciding rank took it for dead" in found.pop(dead)["error"]
+    assert found.keys() == set(range(num_ranks)) - {dead}
+    assert str(repeat_decisions(CASES[policy], log)) == found[0]["state"]
+    assert str(replay_measured(CASES[policy], log).state) == found[0]["state"]
+    with pytest.raises(ProgramError, match=f"Rank {dead} died in this run"):
+        decided_program(ProgramBuilder(num_ranks).build(schedule="controlled", plan_hash=""), log)
+    return found, log
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "backup, killed",
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in ("backup, killed in a send", "backup, hangs", "synchronous, killed", "stopped, killed")
+        ),
+    ],
+)
+def test_updates_go_on_without_a_worker_that_died(case, tmp_path):
+    found, log = run_with_death(case, tmp_path)
+    model, least = Model(), NUM_WORKERS - 1
+    sends = [send.microbatch for send, _, _ in ends(log, Send)]
+    for version in range(VERSIONS):
+        arrived = [microbatch for microbatch in sends if microbatch // NUM_WORKERS == version]
+        first = arrived if case.startswith("synchronous") else arrived[:least]
+        assert first, "one that arrived too late begins with the next version, so a death may leave one gradient"
+        model.step([model.gradient(microbatch) for microbatch in first])
+    assert found[NUM_WORKERS]["parameters"] == pytest.approx(model.vector(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.long
+def test_workers_do_not_wait_for_one_that_died(tmp_path):
+    _, log = run_with_death("delay, killed", tmp_path)
+    clocks, _ = follow_clocks(log, NUM_WORKERS)
+    assert clocks[:2] == [VERSIONS] * 2
+    assert clocks[2] < VERSIONS
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "partial, killed in a sum",
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("partial, killed", "partial, hangs")),
+    ],
+)
+def test_groups_form_without_a_worker_that_died(case, tmp_path):
+    found, log = run_with_death(case, tmp_path)
+    models, done, num_lost = [Model() for _ in range(NUM_WORKERS)], [0] * NUM_WORKERS, 0
+    for group, is_lost in sums_of(log):
+        gradients = [models[worker].gradient(done[worker] * NUM_WORKERS + worker) for worker in group]
+        num_lost += is_lost
+        for worker in group:
+            if not is_lost:
+                models[worker].step(gradients)
+            done[worker] += 1
+    assert num_lost == (case == "partial, killed in a sum")
+    assert done[:2] == [VERSIONS] * 2
+    for rank in found:
+        assert found[rank]["parameters"] == pytest.approx(models[rank].vector(), rel=1e-4, abs=1e-6)
+
+
+def sums_of(log):
+    """Members of each sum, and whether a death has ended it."""
+    handle = 0
+    for _, _, decision in log.decisions():
+        sums = {}
+        for issue in decision.issues:
+            if issue.group:
+                sums[issue.group] = int(log.end_ps[handle]) in log.deaths.values()
+            handle += 1
+        yield from sums.items()
+
+
+@pytest.mark.long
+def test_nothing_goes_on_without_the_parameters(tmp_path):
+    run_ranks("tests.runtime.controlled_worker", NUM_WORKERS + 1, "backup, server killed", str(tmp_path))
+    found = [json.loads((tmp_path / f"{rank}.json").read_text())["error"] for rank in range(NUM_WORKERS)]
+    assert "Rank 3 of the controlled run has died. It had the parameters" in found[0]
+    assert all("leaves the controlled run" in error for error in found[1:])
 
 
 @pytest.mark.long

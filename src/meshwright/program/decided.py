@@ -107,9 +107,14 @@ Ids = NDArray[np.int64]
 def decided_program(program: Program, log: DecisionLog) -> Program:
     """Return ``program`` with all instructions that a controller issued; it takes the same time as the controlled run.
 
-    Raises ProgramError if the log belongs to another program, or if instructions were issued when a timer rang: a
-    program cannot wait for a time, only for instructions.
+    Raises ProgramError if the log belongs to another program, if a rank died, or if instructions were issued when a
+    timer rang: a program cannot wait for a time, only for instructions.
     """
+    if log.deaths:
+        raise ProgramError(
+            f"Rank {next(iter(log.deaths))} died in this run; the instructions that were lost with it are not those of "
+            "a program. Replay the log instead."
+        )
     timed = (log.event_kind == EVENTS.index(Rang)) & (np.diff(log.issue_offsets) > 0)
     if timed.any():
         raise ProgramError(

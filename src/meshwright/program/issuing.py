@@ -8,6 +8,7 @@ Collectives are in the exchange streams, in the same order on all ranks.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -118,6 +119,10 @@ class IssueBook:
                 raise ProgramError(
                     f"{timer} was set at {now_ps} ps; expected that moment or a later one, and a number of 0 or more."
                 )
+
+    def lose(self, handles: Set[int]) -> None:
+        """Expect no receives of these sends, which a death prevents."""
+        self._pending = {message: sent for message, sent in self._pending.items() if sent[0] not in handles}
 
     def check_end(self) -> None:
         """Raise ProgramError if the controller issued a send without its receive."""

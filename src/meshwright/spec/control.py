@@ -13,6 +13,10 @@ The order of events is fixed: the start is first, then events are ordered by tim
 come before timers; ends are in the order of handles, timers in the order in which they were set. At each time,
 everything that needs no link (ends, marks, joins, work that takes no time) happens before the events, and links are
 assigned to waiting transfers after the events. No issued instruction starts before the time of its decision.
+
+A real rank may die (`Died`). Then its instructions that have not ended are **lost**, and so are messages and
+collectives with it that have not ended. Waits ignore lost instructions: what waits for all waits for the others, and
+what needs k needs at most as many as are left. Later decisions must not involve the rank.
 """
 
 from __future__ import annotations
@@ -98,11 +102,22 @@ class Rang:
     number: int
 
 
-Event = Started | Ended | Rang
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """Event: ``rank`` has died; ``next_handle`` as in `Started`. Only for controllers that survive deaths."""
+
+    next_handle: int
+    rank: int
+
+
+Event = Started | Ended | Rang | Died
 
 
 class Controller(Protocol[State]):
-    """A decision policy: an initial state and a pure function from events to decisions. States are immutable values."""
+    """A decision policy: an initial state and a pure function from events to decisions. States are immutable values.
+
+    A controller with a true attribute ``survives_deaths`` decides on `Died`. Without it, a death ends the run.
+    """
 
     @property
     def initial(self) -> State:

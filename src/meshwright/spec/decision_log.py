@@ -1,13 +1,15 @@
 """The log of a controller's decisions, as columns. It can be replayed, or turned into a program without a controller.
 
 Decision k was made at ``now_ps[k]`` for an event of the class ``EVENTS[event_kind[k]]``; ``event_number[k]`` is the
-handle that ended, the number of the timer, or 0 for the start. The decision issued the instructions in the rows
-``issue_offsets[k]`` to ``issue_offsets[k + 1]`` of ``issued``. Row i belongs to the stream ``STREAM_NAMES[stream[i]]``
-of ``rank[i]``. Likewise, the decision set the timers ``timer_offsets[k]`` to ``timer_offsets[k + 1]``.
+handle that ended, the number of the timer, the rank that died, or 0 for the start. The decision issued the instructions
+in the rows ``issue_offsets[k]`` to ``issue_offsets[k + 1]`` of ``issued``. Row i belongs to the stream
+``STREAM_NAMES[stream[i]]`` of ``rank[i]``. Likewise, the decision set the timers ``timer_offsets[k]`` to
+``timer_offsets[k + 1]``.
 
 ``issued`` is a section with one stream, in the order of issue. Its waits are handles (`control`). ``watched`` and
 ``abandonable`` list handles, ascending. Decision ``abandon_decision[j]`` (ascending) abandoned the computation with
-the handle ``abandoned[j]``. A run on real ranks also has ``end_ps``: when each issued instruction ended.
+the handle ``abandoned[j]``. A run on real ranks also has ``end_ps``: when each issued instruction ended; those lost by
+a death, and only those, have its moment.
 
 `Replay` is a controller that repeats the decisions of a log and refuses any other event or time.
 """
@@ -21,12 +23,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, Rang, Started, State, Timer
+from meshwright.spec.control import Controller, Decision, Died, Ended, Event, Issue, Rang, Started, State, Timer
 from meshwright.spec.errors import DocumentError, ProgramError
 from meshwright.spec.instructions import STREAM_NAMES, Opcode, instruction_row
 from meshwright.spec.program import Section
 
-EVENTS = (Started, Ended, Rang)
+EVENTS = (Started, Ended, Rang, Died)
 _COLUMNS = ("opcode", "stage", "microbatch", "version", "peer", "num_bytes", "group")
 # A field that an issued instruction does not have.
 _ABSENT = ("mark_instruction", "mark_index", "late_instruction", "late_section", "late_awaited", "late_lag")
@@ -137,6 +139,12 @@ class DecisionLog:
     __hash__ = None  # type: ignore[assignment]
 
     @property
+    def deaths(self) -> dict[int, int]:
+        """The moment in ps at which each rank that died was taken for dead, in order."""
+        died = np.flatnonzero(self.event_kind == EVENTS.index(Died))
+        return dict(zip(self.event_number[died].tolist(), self.now_ps[died].tolist(), strict=True))
+
+    @property
     def num_decisions(self) -> int:
         """Number of decisions, including empty ones."""
         return len(self.now_ps)
@@ -165,6 +173,8 @@ class DecisionLog:
             return Started(next_handle=next_handle)
         if kind is Rang:
             return Rang(next_handle=next_handle, number=number)
+        if kind is Died:
+            return Died(next_handle=next_handle, rank=number)
         row = number - self.num_instructions
         if row < 0:
             raise ProgramError(
@@ -251,8 +261,12 @@ def make_log(
 
 
 def event_number(event: Event) -> int:
-    """Return the ``event_number`` of an event: the handle that ended, the number of the timer, or 0 for the start."""
-    return event.handle if isinstance(event, Ended) else event.number if isinstance(event, Rang) else 0
+    """Return the ``event_number`` of an event (see the module)."""
+    match event:
+        case Ended(handle=number) | Rang(number=number) | Died(rank=number):
+            return number
+        case Started():
+            return 0
 
 
 def repeat_decisions(controller: Controller[State], log: DecisionLog) -> State:
@@ -312,7 +326,7 @@ class Replay:
 
 
 def _describe(kind: int, number: int, now_ps: int) -> str:
-    what = ("the start", f"the end of instruction {number}", f"timer {number}")[kind]
+    what = ("the start", f"the end of instruction {number}", f"timer {number}", f"the death of rank {number}")[kind]
     return f"{what} at {now_ps} ps"
 
 
@@ -342,11 +356,14 @@ def _check_abandoned(log: DecisionLog) -> None:
 
 
 def _check_events(log: DecisionLog) -> None:
-    """Check that ends are of watched, issued instructions, no number is below 0, and the start has the number 0."""
+    """Check that ends are of watched, issued instructions, ranks die once, and the start has the number 0."""
     ended = log.event_kind == EVENTS.index(Ended)
     handles, known = log.event_number[ended], log.num_instructions + log.issue_offsets[:-1][ended]
     legal = bool((handles < known).all()) and bool(np.isin(handles, log.watched).all())
     _require(legal, "column event_number names an instruction that was not issued before, or is not watched")
+    died = log.event_number[log.event_kind == EVENTS.index(Died)]
+    legal = len(np.unique(died)) == len(died) and bool((died < log.num_ranks).all())
+    _require(legal, "column event_number has a death of an unknown rank, or two of one rank")
     _require(bool((log.event_number >= 0).all()), "column event_number has a negative entry")
     _require(not log.event_number[:1].any(), "column event_number does not begin with 0, for the start")
 

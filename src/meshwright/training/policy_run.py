@@ -118,6 +118,8 @@ class PolicyTrainer:
                 num_ranks=self._plan.num_devices,
                 store=store,
                 timeout_s=COMMUNICATION_TIMEOUT.total_seconds(),
+                # The end of the run needs all ranks: losses, and parameters for all.
+                survive_deaths=False,
                 on_end=on_end,
             )
         except BaseException as error:  # raised by the next call of the caller's thread

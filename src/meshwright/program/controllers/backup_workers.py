@@ -4,16 +4,27 @@
 arrived: a k-of-n join. Workers whose gradient has arrived then get version v + 1. A late worker finishes its
 computation, its gradient is dropped, and it continues with the next version that begins. So at least n - b workers
 begin every version, and every applied gradient was computed on the version that it updates. `StoppedBackups` stops late
-workers instead. Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), section 3.
+workers instead. If workers die, an update takes the gradients of those that are left, if these are fewer than n - b;
+without the server nothing goes on. Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), section 3.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
-from meshwright.program.controllers.iterations import SERVER, arrival, check_counts, computation, iteration, pull, push
+from meshwright.program.controllers.iterations import (
+    SERVER,
+    arrival,
+    check_counts,
+    computation,
+    iteration,
+    pull,
+    push,
+    with_dead,
+)
 from meshwright.spec import Backward, OptimizerStep, Send
-from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
+from meshwright.spec.control import NOTHING, Decision, Died, Ended, Event, Issue, Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +32,17 @@ class Versions:
     """State of `BackupWorkers`: the current version of the weights and the gradients counted so far.
 
     ``num_arrived``: gradients of this version that arrived in time. ``waiting``: workers that wait for the next
-    version. ``applied`` and ``dropped``: gradients of all versions.
+    version; if there are none when it begins, it ``is_due`` and begins with the first that arrives. ``applied`` and
+    ``dropped``: gradients of all versions. ``dead``: workers that died.
     """
 
     version: int = 0
     num_arrived: int = 0
     waiting: tuple[int, ...] = ()
+    is_due: bool = False
     applied: int = 0
     dropped: int = 0
+    dead: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +58,7 @@ class Backups:
     num_backups: int
     num_versions: int
     num_bytes: int = 0
+    survives_deaths: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_counts(
@@ -66,19 +81,33 @@ class BackupWorkers(Backups):
     initial: Versions = field(default=Versions())
 
     def decide(self, state: Versions, event: Event, now_ps: int) -> tuple[Versions, Decision]:  # noqa: ARG002
-        """Return the next state and the instructions to issue after a start, an arrived gradient or an update."""
+        """Return the next state and the instructions to issue.
+
+        Called after the start, an arrived gradient, an update, and the death of a rank. Raises RunError if it was the
+        server or the last worker.
+        """
         match event:
             case Started():
                 return state, self._begin(0, tuple(range(self.num_workers)), event.next_handle)
             case Ended(instruction=Send() as send, rank=worker):
-                return self._arrive(state, worker, send)
+                following, issue = self._arrive(state, worker, send)
+                if not state.is_due:
+                    return following, Decision(issues=(issue,))
+                begun = replace(following, waiting=(), is_due=False)
+                begin = self._begin(state.version, following.waiting, event.next_handle + 1)
+                return begun, Decision(issues=(issue, *begin.issues))
             case Ended(instruction=OptimizerStep(version=version)) if version + 1 < self.num_versions:
-                following = replace(state, version=version + 1, num_arrived=0, waiting=())
-                return following, self._begin(version + 1, state.waiting, event.next_handle)
+                following = replace(state, version=version + 1, num_arrived=0, waiting=(), is_due=not state.waiting)
+                begin = self._begin(version + 1, state.waiting, event.next_handle) if state.waiting else NOTHING
+                return following, begin
+            case Died(rank=worker):
+                waiting = tuple(other for other in state.waiting if other != worker)
+                return replace(state, waiting=waiting, dead=with_dead(state.dead, worker, self.num_workers)), NOTHING
             case _:
                 return state, NOTHING
 
-    def _arrive(self, state: Versions, worker: int, send: Send) -> tuple[Versions, Decision]:
+    def _arrive(self, state: Versions, worker: int, send: Send) -> tuple[Versions, Issue]:
+        """Count a gradient that has arrived, and let the server receive it."""
         is_of_version = send.microbatch // self.num_workers == state.version
         in_time = is_of_version and state.num_arrived < self.num_workers - self.num_backups
         following = replace(
@@ -88,7 +117,7 @@ class BackupWorkers(Backups):
             applied=state.applied + in_time,
             dropped=state.dropped + (not in_time),
         )
-        return following, Decision(issues=(arrival(self.num_workers, worker, send),))
+        return following, arrival(self.num_workers, worker, send)
 
     def _begin(self, version: int, workers: tuple[int, ...], first: int) -> Decision:
         """Issue the computations of workers on a version, and the server's join of the first gradients."""
@@ -106,7 +135,7 @@ class BackupWorkers(Backups):
             )
             pushes.append(first + len(issues) - 1)
         update = OptimizerStep(stage=SERVER, version=version)
-        need = self.num_workers - self.num_backups
+        need = min(self.num_workers - self.num_backups, len(pushes))
         issues.append(
             Issue(rank=server, stream="compute", instruction=update, waits=tuple(pushes), need=need, watched=True)
         )
@@ -122,7 +151,7 @@ class Race:
 
     ``received``: handles of the receives of this version's gradients. ``computing``: (worker, handle of its forward,
     handle of its backward) of each worker that computes. Over all versions, ``applied`` gradients came in time,
-    ``dropped`` ones came too late, and ``abandoned`` ones were never finished.
+    ``dropped`` ones came too late, and ``abandoned`` ones were never finished. ``dead``: workers that died.
     """
 
     version: int = 0
@@ -131,6 +160,7 @@ class Race:
     applied: int = 0
     dropped: int = 0
     abandoned: int = 0
+    dead: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +172,8 @@ class StoppedBackups(Backups):
     def decide(self, state: Race, event: Event, now_ps: int) -> tuple[Race, Decision]:  # noqa: ARG002
         """Return the next state and the instructions to issue or abandon.
 
-        Called after a start, a backward, an arrived gradient or an update.
+        Called after a start, a backward, an arrived gradient, an update, and the death of a rank. Raises RunError if it
+        was the server or the last worker.
         """
         match event:
             case Started():
@@ -158,26 +189,38 @@ class StoppedBackups(Backups):
             case Ended(instruction=OptimizerStep()):
                 following = replace(state, version=state.version + 1, received=())
                 return self._begin(following, event.next_handle)
+            case Died(rank=worker):
+                computing = tuple(item for item in state.computing if item[0] != worker)
+                dead = with_dead(state.dead, worker, self.num_workers)
+                following = replace(state, computing=computing, dead=dead)
+                is_due = len(state.received) < self._need(state) and len(state.received) >= self._need(following)
+                return following, Decision(issues=(self._update(following),)) if is_due else NOTHING
             case _:
                 return state, NOTHING
 
+    def _need(self, state: Race) -> int:
+        """Return the number of gradients that an update takes."""
+        return min(self.num_workers - self.num_backups, self.num_workers - len(state.dead))
+
     def _arrive(self, state: Race, worker: int, send: Send, first: int) -> tuple[Race, Decision]:
         """Receive a gradient at the server, and issue the update when it has enough."""
-        need, received = self.num_workers - self.num_backups, arrival(self.num_workers, worker, send)
-        if send.microbatch // self.num_workers < state.version or len(state.received) == need:
+        need, received = self._need(state), arrival(self.num_workers, worker, send)
+        if send.microbatch // self.num_workers < state.version or len(state.received) >= need:
             return replace(state, dropped=state.dropped + 1), Decision(issues=(received,))
         taken = replace(state, received=(*state.received, first), applied=state.applied + 1)
-        if len(taken.received) < need:
-            return taken, Decision(issues=(received,))
+        issues = (received,) if len(taken.received) < need else (received, self._update(taken))
+        return taken, Decision(issues=issues)
+
+    def _update(self, state: Race) -> Issue:
         update = OptimizerStep(stage=SERVER, version=state.version)
-        issue = Issue(rank=self.num_workers, stream="compute", instruction=update, waits=taken.received, watched=True)
-        return taken, Decision(issues=(received, issue))
+        return Issue(rank=self.num_workers, stream="compute", instruction=update, waits=state.received, watched=True)
 
     def _begin(self, state: Race, first: int) -> tuple[Race, Decision]:
         """Stop workers that still compute, and start all workers on the state's version, if it is to be made."""
         abandon = tuple(handle for _, *handles in state.computing for handle in handles)
         issues, computing = list[Issue](), list[tuple[int, int, int]]()
-        for worker in range(self.num_workers if state.version < self.num_versions else 0):
+        alive = [worker for worker in range(self.num_workers) if worker not in state.dead]
+        for worker in alive if state.version < self.num_versions else ():
             microbatch = state.version * self.num_workers + worker
             waits: tuple[int, ...] = ()
             if state.version:

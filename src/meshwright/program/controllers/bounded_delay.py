@@ -3,7 +3,8 @@
 A worker's clock is the number of its applied gradients. The worker begins an iteration when its clock is at most S
 (``max_delay``) ahead of the slowest worker's clock. It computes on the servers' current parameters and pushes the
 gradient. Each of the k servers holds an equal part of all parameters and applies pushes of that part one by one as they
-arrive. A gradient is applied when all servers have applied their parts. S = 0 is synchronous. Sources: Ho et al., "More
+arrive. A gradient is applied when all servers have applied their parts. S = 0 is synchronous. If a worker dies, the
+others no longer wait for it; without a server nothing goes on. Sources: Ho et al., "More
 Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013); Li et al., "Scaling Distributed
 Machine Learning with the Parameter Server" (2014), section 3.4.
 """
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-from meshwright.program.controllers.iterations import SERVER, arrival, check_counts, iteration
+from meshwright.program.controllers.iterations import SERVER, arrival, check_counts, iteration, with_dead
 from meshwright.spec import OptimizerStep, Send
-from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
+from meshwright.spec.control import NOTHING, Decision, Died, Ended, Event, Issue, Started
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class Clocks:
     ``clocks``: applied gradients of each worker. ``waiting``: workers that are too far ahead. ``parts``: for each
     worker, the number of servers that have applied its latest gradient. ``pushed``: for each server, the workers whose
     pushes it has not yet applied, in order of arrival. ``applied``: for each server, the number of applied pushes.
+    ``dead``: workers that died.
     """
 
     clocks: tuple[int, ...]
@@ -35,6 +37,7 @@ class Clocks:
     parts: tuple[int, ...]
     pushed: tuple[tuple[int, ...], ...]
     applied: tuple[int, ...]
+    dead: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class BoundedDelay:
     num_clocks: int
     num_bytes: int = 0
     num_servers: int = 1
+    survives_deaths: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_counts(
@@ -75,7 +79,8 @@ class BoundedDelay:
     def decide(self, state: Clocks, event: Event, now_ps: int) -> tuple[Clocks, Decision]:  # noqa: ARG002
         """Return the next state and the instructions to issue.
 
-        Called after the start, when a part of a gradient has arrived at its server, and when a server has applied it.
+        Called after the start, when a part of a gradient has arrived at its server, when a server has applied it, and
+        when a rank has died. Raises RunError if it was a server or the last worker.
         """
         match event:
             case Started():
@@ -96,6 +101,9 @@ class BoundedDelay:
                 return replace(state, pushed=pushed), Decision(issues=(received, applied))
             case Ended(instruction=OptimizerStep(stage=stage)):
                 return self._apply(state, stage - SERVER, event.next_handle)
+            case Died(rank=worker):
+                following = replace(state, dead=with_dead(state.dead, worker, self.num_workers))
+                return self._begin(following, state.waiting, event.next_handle)
             case _:
                 return state, NOTHING
 
@@ -119,10 +127,11 @@ class BoundedDelay:
 
     def _begin(self, state: Clocks, workers: Iterable[int], first: int) -> tuple[Clocks, Decision]:
         """Start the workers that are not too far ahead and have iterations left; the others wait."""
-        slowest, version = min(state.clocks), sum(state.clocks)
+        alive = [worker for worker in range(self.num_workers) if worker not in state.dead]
+        slowest, version = min(state.clocks[worker] for worker in alive), sum(state.clocks)
         servers = range(self.num_workers, self.num_ranks)
         issues, waiting = list[Issue](), list[int]()
-        for worker in workers:
+        for worker in (worker for worker in workers if worker not in state.dead):
             clock = state.clocks[worker]
             if clock - slowest > self.max_delay:
                 waiting.append(worker)

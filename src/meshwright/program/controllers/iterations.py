@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.spec import Backward, Forward, ProgramError, Receive, Send
+from meshwright.spec import Backward, Forward, ProgramError, Receive, RunError, Send
 from meshwright.spec.control import Issue
 
 WORKER, SERVER = 0, 1
@@ -86,6 +86,23 @@ def iteration(
     issues += computation(rank, microbatch, version, waits=tuple(received), watched=False)
     backward = first + len(issues) - 1
     return issues + [push(server, place, rank, microbatch, size, backward=backward) for server, place, size in parts]
+
+
+def with_dead(dead: tuple[int, ...], rank: int, num_workers: int) -> tuple[int, ...]:
+    """Return the workers that died, with ``rank``. Raises RunError if it was a server or the last worker."""
+    what = (
+        "It had the parameters"
+        if rank >= num_workers
+        else "It was the last worker"
+        if len(dead) + 1 == num_workers
+        else ""
+    )
+    if what:
+        raise RunError(
+            f"Rank {rank} of the controlled run has died. {what}, so the others cannot go on. Start the run again from "
+            "saved parameters."
+        )
+    return *dead, rank
 
 
 def check_counts(**bounds_of: tuple[int, Any, int | None]) -> None:

@@ -7,7 +7,8 @@ is made for all members, so all ranks have their sums in the same order.
 Workers of similar speed may meet only each other, so that their models drift apart. Groups connect their members. If
 the workers are not all connected after ``bridge_after`` groups, the next group has to connect two parts: its ready
 workers wait for one of another part. When all workers are connected, the count begins again. Not covered are weights of
-gradients by staleness. Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial
+gradients by staleness. If a worker dies, the others form groups without it; the gradients of a sum that it does not end
+are lost. Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial
 Reduce" (SIGMOD 2021), section 3.
 """
 
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import ClassVar
 
 from meshwright.program.controllers.iterations import WORKER, check_counts, computation
 from meshwright.spec import AllReduce, OptimizerStep
-from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
+from meshwright.spec.control import NOTHING, Decision, Died, Ended, Event, Issue, Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class PartialReduce:
     num_iterations: int
     num_bytes: int = 0
     bridge_after: int | None = None
+    survives_deaths: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_counts(
@@ -78,19 +81,27 @@ class PartialReduce:
         return Ready(left=(self.num_iterations,) * self.num_workers, part=tuple(range(self.num_workers)))
 
     def decide(self, state: Ready, event: Event, now_ps: int) -> tuple[Ready, Decision]:  # noqa: ARG002
-        """Return the next state and the instructions to issue after the start or after a worker's backward."""
+        """Return the next state and the instructions to issue after the start, a worker's backward or its death."""
         match event:
             case Started():
                 every = [self._compute(state, worker) for worker in range(self.num_workers)]
                 return state, Decision(issues=tuple(chain.from_iterable(every)))
             case Ended(rank=worker, handle=backward):
-                following, issues = replace(state, ready=(*state.ready, (worker, backward))), list[Issue]()
-                while group := self._choose(following):
-                    following = _formed(following, group)
-                    issues += self._reduce(following, group, event.next_handle + len(issues))
-                return following, Decision(issues=tuple(issues)) if issues else NOTHING
+                return self._form(replace(state, ready=(*state.ready, (worker, backward))), event.next_handle)
+            case Died(rank=worker):
+                left = tuple(0 if other == worker else count for other, count in enumerate(state.left))
+                ready = tuple(item for item in state.ready if item[0] != worker)
+                return self._form(replace(state, left=left, ready=ready), event.next_handle)
             case _:
                 return state, NOTHING
+
+    def _form(self, state: Ready, first: int) -> tuple[Ready, Decision]:
+        """Form the groups that are ready, and issue what they do."""
+        issues = list[Issue]()
+        while group := self._choose(state):
+            state = _formed(state, group)
+            issues += self._reduce(state, group, first + len(issues))
+        return state, Decision(issues=tuple(issues)) if issues else NOTHING
 
     def _choose(self, state: Ready) -> dict[int, int]:
         """Return the next group, workers ascending with the handles of their backwards; empty if it has to wait."""

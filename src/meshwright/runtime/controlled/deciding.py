@@ -6,6 +6,10 @@ its rank when the instruction before it in its stream has ended and its waits ar
 reported. The other rules are those of the simulator (`meshwright.program.issuing`).
 
 Messages go through queues of a TCPStore: one per stream of each rank, and one of reports.
+
+The deciding rank sends beats, and each rank answers. A rank that misses more than `MISSED_BEATS` in a row is taken for
+dead. What only it could end is lost (`spec.control`). Streams of other ranks that execute something lost may hang in
+it; they go on in a new thread, which follows a new queue.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import json
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -40,15 +44,19 @@ from meshwright.spec import (
     Stream,
     Timeline,
 )
-from meshwright.spec.control import Controller, Decision, Ended, Event, Rang, Started
+from meshwright.spec.control import Controller, Decision, Died, Ended, Event, Rang, Started
 from meshwright.spec.decision_log import DecisionLog, make_log
 from meshwright.spec.instructions import STREAM_NAMES, instruction_row
 
 REPORTS = "reports"
-# Queues of a rank beside those of its streams: of data that others send to it; of abandoned handles, signs of life and
+# Queues of a rank beside those of its streams: of data that others send to it; of abandoned handles, deaths, beats and
 # the end.
 ARRIVALS, CONTROL = "arrivals", "control"
-ALIVE, FAILED, ENDED = "alive", "failed", "ended"
+ALIVE, FAILED, ENDED, TAKEN_FOR_DEAD = "alive", "failed", "ended", "taken for dead"
+# Beats that a rank misses before it is taken for dead, and beats after which a lost connection is an error of its own,
+# because no death explains it.
+MISSED_BEATS = 4
+_UNEXPLAINED_BEATS = 2 * MISSED_BEATS
 FOREVER = timedelta(days=365)
 _Key = tuple[int, str]
 _MOST_NAMED = 4
@@ -60,9 +68,9 @@ _PS_PER_NS = 1000
 _LEAST_S = 0.001
 
 
-def queue_of(rank: int, stream: str) -> str:
-    """Return the name of the queue of a rank's stream."""
-    return f"{rank}/{stream}"
+def queue_of(rank: int, stream: str, number: int = 0) -> str:
+    """Return the name of the queue of a rank's stream, which has a number if it is not the first one."""
+    return f"{rank}/{stream}/{number}" if number else f"{rank}/{stream}"
 
 
 def connect(store: TCPStore) -> TCPStore:
@@ -83,7 +91,8 @@ def pop(store: TCPStore, name: str) -> Any:
 class Decided:
     """The decisions of a controlled run, and the controller's last state.
 
-    ``start_ps``: when each issued instruction was dispatched, by handle; ``log.end_ps``: when its end was reported.
+    ``start_ps``: when each issued instruction was dispatched, by handle (one that was lost before: at the death);
+    ``log.end_ps``: when its end was reported.
     """
 
     log: DecisionLog
@@ -124,7 +133,10 @@ class _Connections:
 
 
 class Decider:
-    """Calls a controller on the events of ``num_ranks`` ranks until no instruction runs and no timer is left."""
+    """Calls a controller on the events of ``num_ranks`` ranks until no instruction runs and no timer is left.
+
+    ``survives_deaths``: whether deaths are events, or end the run.
+    """
 
     def __init__(
         self,
@@ -132,13 +144,16 @@ class Decider:
         num_ranks: int,
         store: TCPStore,
         timeout_s: float,
+        death_after_s: float,
         on_end: Callable[[Instruction], None] | None = None,
+        *,
+        survives_deaths: bool = False,
     ) -> None:
         self._controller, self._num_ranks, self._timeout_s = controller, num_ranks, timeout_s
-        self._on_end = on_end
+        self._on_end, self._survives_deaths, self._death_after_s = on_end, survives_deaths, death_after_s
         # When each instruction was dispatched, and when its end was reported, by handle.
         self._start_ps, self._end_ps = list[int](), list[int]()
-        self._store, self._clock = connect(store), _Clock(connect(store), num_ranks, timeout_s)
+        self._store, self._clock = connect(store), _Clock(connect(store), num_ranks, min(timeout_s, death_after_s))
         self._book = IssueBook(ProgramBuilder(num_ranks).build(schedule="controlled", plan_hash=""))
         self._state: Any = None
         self._decided: list[tuple[Event, int, Decision]] = []
@@ -163,6 +178,14 @@ class Decider:
         self._closing: defaultdict[_Key, list[tuple[int, ...]]] = defaultdict(list)
         self._num_opened = 0
         self._num_timers = self._last_ps = 0
+        # Beats that each living rank has missed, once it has answered one; dead ranks, and handles lost with them.
+        self._missed: dict[int, int] = {}
+        self._dead: set[int] = set()
+        self._lost: set[int] = set()
+        # Handles whose connection was lost: the rank that noticed, its error, and the beats since.
+        self._broken: dict[int, tuple[int, str, int]] = {}
+        # How often each stream got a new queue.
+        self._num_reopened = Counter[_Key]()
 
     def run(self) -> Decided:
         """Decide until the end, and wait until the other ranks have heard of it.
@@ -195,7 +218,7 @@ class Decider:
                         self._push(rank, stream, None)
                     self._push(rank, CONTROL, end)
         self._store.set_timeout(timedelta(seconds=self._timeout_s))
-        for _ in range(self._num_ranks - 1):
+        for _ in range(self._num_ranks - 1 - len(self._dead)):
             pop(self._store, ENDED)
         return Decided(
             log=make_log(self._num_ranks, 0, self._decided, self._end_ps),
@@ -212,7 +235,7 @@ class Decider:
             if left_s <= 0:
                 raise RunError(
                     f"{self._describe(filed)} has not ended in {self._timeout_s:g} s. The rank, or one with which it "
-                    "exchanges data, has died or is stuck; give a longer timeout_s if it needs more time."
+                    "exchanges data, is stuck; give a longer timeout_s if it needs more time."
                 )
             limit = timedelta(seconds=max(left_s, _LEAST_S))
         self._store.set_timeout(limit)
@@ -223,18 +246,91 @@ class Decider:
         return report
 
     def _take(self, report: dict[str, Any]) -> None:
-        """Follow a report of a rank or a timer."""
-        if "error" in report:
-            raise RunError(f"Rank {report['rank']} of the controlled run failed: {report['error']}")
-        if "timer" in report:
-            self._num_timers -= 1
-            self._decide(Rang(next_handle=self._book.next_handle, number=report["timer"]), self._moment_ps())
-        elif "handle" in report:
-            filed = self._filed[report["handle"]]
-            del self._running[_key(filed)]
-            self._done.append(filed)
+        """Follow a report of a rank or of the clock."""
+        match report:
+            case {"rank": rank, "broken": handle, "error": error}:
+                if handle not in self._lost:
+                    self._broken.setdefault(handle, (rank, error, 0))
+            case {"rank": rank, "error": error}:
+                raise RunError(f"Rank {rank} of the controlled run failed: {error}")
+            case {"timer": number}:
+                self._num_timers -= 1
+                self._decide(Rang(next_handle=self._book.next_handle, number=number), self._moment_ps())
+            case {"alive": rank}:
+                if rank not in self._dead:
+                    self._missed[rank] = 0
+            case {"beat": _}:
+                self._count_beat()
+            case {"handle": handle} if handle not in self._lost:
+                filed = self._filed[handle]
+                del self._running[_key(filed)]
+                self._done.append(filed)
         while self._done:
             self._end(self._done.popleft())
+
+    def _count_beat(self) -> None:
+        """Count a beat that ranks have not answered yet, and let the clock report the next one.
+
+        One beat is on its way at a time. So however late this rank or the store is, answers are between the beats.
+        """
+        for rank in self._missed:
+            self._missed[rank] += 1
+        for handle, (rank, error, beats) in self._broken.items():
+            self._broken[handle] = rank, error, beats + 1
+            if beats >= _UNEXPLAINED_BEATS:
+                raise RunError(
+                    f"Rank {rank} of the controlled run failed in {self._describe(self._filed[handle])}: {error}"
+                )
+        for rank in [rank for rank, missed in self._missed.items() if missed > MISSED_BEATS]:
+            self._bury(rank)
+        self._clock.expect_beat()
+
+    def _bury(self, rank: int) -> None:
+        """Follow the death of a rank. Raises RunError if the controller does not survive deaths."""
+        if not self._survives_deaths:
+            busy = [self._describe(filed) for (other, _), (filed, _) in self._running.items() if other == rank]
+            raise RunError(
+                f"Rank {rank} of the controlled run has died: it gave no sign of life for {self._death_after_s:g} s"
+                f"{' in ' + ' and '.join(busy) if busy else ''}."
+            )
+        now_ps = self._moment_ps()
+        self._dead.add(rank)
+        del self._missed[rank]
+        self._push(rank, CONTROL, TAKEN_FOR_DEAD)
+        lost = [filed for filed in self._filed if self._is_lost_with(rank, filed)]
+        self._lost.update(filed.handle for filed in lost)
+        reopened = defaultdict[int, list[str]](list)
+        for filed in lost:
+            key = _key(filed)
+            self._end_ps[filed.handle] = now_ps
+            self._sums[filed.issue.group] -= isinstance(filed.issue.instruction, AllReduce)
+            if self._running.get(key, (None, 0.0))[0] is filed:
+                del self._running[key]
+                if key[0] != rank:
+                    self._push(*key, None)
+                    self._num_reopened[key] += 1
+                    reopened[key[0]].append(key[1])
+            else:
+                self._start_ps[filed.handle] = now_ps
+                self._queues[key].remove(filed)
+                for handle in filed.waits:
+                    self._waiting[handle].remove(key)
+        for handle in [handle for handle in self._broken if rank in self._filed[handle].issue.group]:
+            del self._broken[handle]
+        for other in set(range(self._num_ranks)) - self._dead:
+            self._push(other, CONTROL, {"died": rank, "reopen": reopened[other]})
+        self._book.lose(self._lost)
+        self._decide(Died(next_handle=self._book.next_handle, rank=rank), now_ps)
+        for key in list(self._queues):
+            self._advance(key)
+
+    def _is_lost_with(self, rank: int, filed: Filed) -> bool:
+        """Return whether an instruction that has not ended never will, because a rank has died."""
+        if filed.handle in self._ended or filed.handle in self._lost:
+            return False
+        if isinstance(filed.issue.instruction, Receive) and self._send_of(filed.handle) in self._ended:
+            return filed.issue.rank == rank
+        return rank in (filed.issue.rank, *filed.issue.group)
 
     def _end(self, filed: Filed) -> None:
         """Record an end, let the controller decide, and dispatch what waited for it."""
@@ -283,6 +379,11 @@ class Decider:
     def _check(self, filed: Filed) -> None:
         """Raise ProgramError for an issue that the simulator takes and real ranks cannot run."""
         check_for_ranks(filed.issue)
+        if dead := self._dead.intersection((filed.issue.rank, *filed.issue.group)):
+            raise ProgramError(
+                f"{filed.issue.instruction} was issued to rank {filed.issue.rank} with the group {filed.issue.group}, "
+                f"but rank {min(dead)} has died. Issue nothing that involves it after its `Died`."
+            )
         if isinstance(filed.issue.instruction, Receive):
             group = self._filed[self._send_of(filed.handle)].issue.group
             if filed.issue.group != group:
@@ -297,8 +398,9 @@ class Decider:
         if not queue or key in self._running or any(_key(done) == key for done in self._done):
             return
         filed = queue[0]
-        ended = sorted((handle for handle in filed.waits if handle in self._ended), key=self._ended.__getitem__)
-        need = len(filed.waits) if filed.issue.need is None else filed.issue.need
+        waits = [handle for handle in filed.waits if handle not in self._lost]
+        ended = sorted((handle for handle in waits if handle in self._ended), key=self._ended.__getitem__)
+        need = len(waits) if filed.issue.need is None else min(filed.issue.need, len(waits))
         if len(ended) < need:
             return
         queue.popleft()
@@ -324,12 +426,14 @@ class Decider:
                     f"{self._describe(filed)} waits for data of {self._describe(self._filed[min(late)])}, which were "
                     "dropped: nothing waited for them when the rank computed next. Issue it before the rank computes."
                 )
-            command["sends"] = [send for send in uses if send not in self._used]
+            command["sends"] = self._with_senders(send for send in uses if send not in self._used)
+            command["lost"] = len(self._lost.intersection(filed.waits))
             self._used.update(uses)
             self._unused[issue.rank] -= self._used
-            command["dropped"] = sorted(send for send in self._unused[issue.rank] if not self._is_awaited(send))
-            self._unused[issue.rank] -= set(command["dropped"])
-            self._dropped.update(command["dropped"])
+            dropped = {send for send in self._unused[issue.rank] if not self._is_awaited(send)}
+            command["dropped"] = self._with_senders(sorted(dropped))
+            self._unused[issue.rank] -= dropped
+            self._dropped.update(dropped)
         if isinstance(instruction, Send):
             self._push(issue.group[1], ARRIVALS, command)
         if isinstance(instruction, AllReduce):
@@ -363,12 +467,17 @@ class Decider:
         sends = (handle, *self._filed[handle].waits)
         return next(send for send in sends if isinstance(self._filed[send].issue.instruction, Send))
 
+    def _with_senders(self, sends: Iterable[int]) -> list[tuple[int, int]]:
+        """Return (handle, rank) of each send."""
+        return [(send, self._filed[send].issue.rank) for send in sends]
+
     def _is_awaited(self, send: int) -> bool:
         """Return whether an instruction that is not dispatched waits for a received send, or for its receive."""
         return bool(self._waiting[send] or self._waiting[self._receives[send]])
 
     def _push(self, rank: int, stream: str, content: Any) -> None:
-        self._store.queue_push(queue_of(rank, stream), json.dumps(content))
+        name = queue_of(rank, stream, self._num_reopened[rank, stream])
+        self._store.queue_push(name, json.dumps(content))
 
     def _raise_deadlock(self) -> NoReturn:
         heads = [queue[0] for queue in self._queues.values() if queue]
@@ -382,17 +491,22 @@ class Decider:
         )
 
     def _missing(self, filed: Filed) -> list[str]:
-        return [self._describe(self._filed[handle]) for handle in filed.waits if handle not in self._ended]
+        settled = self._ended.keys() | self._lost
+        return [self._describe(self._filed[handle]) for handle in filed.waits if handle not in settled]
 
     def _describe(self, filed: Filed) -> str:
         return f"{filed.issue.instruction} of rank {filed.issue.rank} (handle {filed.handle})"
 
 
 class _Clock:
-    """The clock of a run: a thread reports timers, and tells all ranks that the deciding one is alive."""
+    """The clock of a run: a thread reports timers, and sends beats to all ranks; it reports those that are expected.
 
-    def __init__(self, store: TCPStore, num_ranks: int, timeout_s: float) -> None:
-        self._store, self._num_ranks, self._beat_s = store, num_ranks, timeout_s / 4
+    A rank that is silent for ``silence_s`` has missed `MISSED_BEATS` beats.
+    """
+
+    def __init__(self, store: TCPStore, num_ranks: int, silence_s: float) -> None:
+        self._store, self._num_ranks, self._beat_s = store, num_ranks, silence_s / MISSED_BEATS
+        self._is_expected = True
         self._timers: list[tuple[int, int, int]] = []
         self._num_set, self._is_over = 0, False
         self._changed = threading.Condition()
@@ -416,12 +530,20 @@ class _Clock:
             self._num_set += 1
             self._changed.notify_all()
 
+    def expect_beat(self) -> None:
+        """Report the next beat, too: the one before has been counted."""
+        with self._changed:
+            self._is_expected = True
+
     def _follow(self) -> None:
         with contextlib.suppress(dist.DistError), self._changed:
             beat = time.monotonic()
             while not self._is_over:
                 if time.monotonic() >= beat:
                     beat = time.monotonic() + self._beat_s
+                    if self._is_expected:
+                        self._is_expected = False
+                        self._store.queue_push(REPORTS, json.dumps({"beat": None}))
                     for rank in range(self._num_ranks):
                         self._store.queue_push(queue_of(rank, CONTROL), json.dumps(ALIVE))
                 while self._timers and self._timers[0][0] <= self.now_ps():

@@ -18,7 +18,8 @@ class Replica:
     """A copy of a module, as a worker, a parameter server, or one of equal replicas.
 
     A forward computes ``loss_of(module, microbatch)``, a scalar, on the parameters that arrived for it, if any. An
-    update steps the optimizer with the mean of the gradients that arrived for it, else with the reduced gradient. All
+    update steps the optimizer with the mean of the gradients that arrived for it, else with the reduced gradient; it
+    does nothing if a death has left it no gradient. All
     parameters, and so all gradients, are float32 and sent as one vector, of `num_bytes`. Raises ProgramError for other
     parameters.
     """
@@ -59,7 +60,12 @@ class Replica:
                 self._backward(work, microbatch)
             case OptimizerStep():
                 reduced, self._reduced = self._reduced, None
-                self._step(_mean(work.arrived) if work.arrived else reduced)
+                gradient = _mean(work.arrived) if work.arrived else reduced
+                if gradient is None and work.num_lost:
+                    # All its gradients, or the sum of them, were lost with a rank that died.
+                    self._gradients.clear()
+                else:
+                    self._step(gradient)
             case _:
                 raise ProgramError(f"A replica cannot run {work.instruction}; expected forwards, backwards, updates.")
 
