@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce, StoppedBackups
-from meshwright.spec import Opcode, ProgramError, decode_document, encode_document
+from meshwright.spec import Opcode, OptimizerStep, ProgramError, Send, decode_document, encode_document
+from meshwright.spec.control import Died, Ended, Started
 from meshwright.spec.decision_log import DecisionLog
 from tests.marks import examples
 from tests.program.test_controllers import UNIT, contentions, ends, run, seeds, straggling
@@ -144,3 +145,28 @@ def test_a_log_of_what_was_abandoned_is_written_and_read():
 def test_settings_that_cannot_be_are_refused(facts, message):
     with pytest.raises(ProgramError, match=message):
         StoppedBackups(**{"num_workers": 4, "num_backups": 1, "num_versions": 1, **facts})
+
+
+def test_a_gradient_of_a_worker_that_died_counts_beside_those_of_the_living():
+    """Without backups an update waits for all that live, also if a dead worker's gradient has arrived."""
+    policy = StoppedBackups(num_workers=3, num_backups=0, num_versions=2)
+    state, begun = policy.decide(policy.initial, Started(next_handle=0), 0)
+    handle, updates = len(begun.issues), []
+
+    def follow(event):
+        nonlocal state, handle
+        state, decision = policy.decide(state, event, 0)
+        handle += len(decision.issues)
+        updates.extend(issue for issue in decision.issues if isinstance(issue.instruction, OptimizerStep))
+
+    def arrive(worker):
+        send = Send(stage=0, microbatch=worker, peer=1, payload="gradient", num_bytes=0)
+        follow(Ended(next_handle=handle, handle=0, rank=worker, instruction=send))
+
+    arrive(2)
+    arrive(0)
+    follow(Died(next_handle=handle, rank=2))
+    assert not updates
+    arrive(1)
+    (update,) = updates
+    assert len(update.waits) == 3

@@ -163,6 +163,38 @@ class DyingInSum(Replica):
         return super().summand(instruction)
 
 
+class DyingAtTheEnd(Replica):
+    """A replica that is killed after its last send, while the server makes the last update."""
+
+    def outgoing(self, send):
+        if send.microbatch // COUNTS["num_workers"] == VERSIONS - 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return super().outgoing(send)
+
+
+class SlowInTheEnd(Replica):
+    """A server whose last update takes long."""
+
+    num_updates = 0
+
+    def compute(self, work):
+        self.num_updates += isinstance(work.instruction, OptimizerStep)
+        time.sleep(1.0 * (self.num_updates == VERSIONS))
+        super().compute(work)
+
+
+class StoppedInSum(Replica):
+    """A replica that stops for some seconds in its third sum, until it is taken for dead."""
+
+    num_sums = 0
+
+    def summand(self, instruction):
+        self.num_sums += 1
+        if self.num_sums == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().summand(instruction)
+
+
 class DyingInSend(Replica):
     """A replica that is killed in its third send."""
 
@@ -199,6 +231,8 @@ DEATHS = {
     "partial, killed in a sum": ("partial", 2, DyingInSum),
     "partial, hangs": ("partial", 2, hanging),
     "backup, server killed": ("backup", 3, DyingInSend),
+    "synchronous, killed at the end": ("synchronous", 2, DyingAtTheEnd),
+    "partial, hangs in a sum": ("partial", 2, StoppedInSum),
 }
 
 
@@ -217,6 +251,8 @@ def run(case: str, out: Path) -> None:
     policy, dead, how = DEATHS.get(case, (case, None, None))
     if rank == dead:
         kind, loss = (how, loss) if isinstance(how, type) else (kind, how)
+    if how is DyingAtTheEnd and rank == world_size - 1:
+        kind = SlowInTheEnd
     replica = kind(module, loss, make_optimizer)
     found = {}
     if case == "closing":
@@ -231,6 +267,13 @@ def run(case: str, out: Path) -> None:
             return number
 
         deciding.Decider._connect = noted
+    bury = deciding.Decider._bury
+
+    def buried(self, rank):
+        bury(self, rank)
+        (out / "dead").touch()
+
+    deciding.Decider._bury = buried
     start = time.perf_counter()
     try:
         decided = run_controlled(
@@ -257,14 +300,19 @@ def run(case: str, out: Path) -> None:
     (out / f"{rank}.json").write_text(json.dumps(found))
     store.add("written", 1)
     # The store is that of rank 0, which stays until all have written.
-    others = world_size - (case in KILLED or how not in (None, hanging))
+    others = world_size - (case in KILLED or how not in (None, hanging, StoppedInSum))
     while rank == 0 and store.add("written", 0) < others and time.perf_counter() - start < 60:
         time.sleep(0.01)
 
 
-def wake(size: int, folder: Path) -> None:
-    """Continue the processes that have stopped, when all others have written what they found."""
-    while len(list(folder.glob("?.json"))) < size - 1:
+def wake(size: int, folder: Path, case: str) -> None:
+    """Continue a process that has stopped: when all others have written what they found, or when it is taken for dead.
+
+    In a sum the others still have an old thread then, in which the sum ends.
+    """
+    while len(list(folder.glob("?.json"))) < size - 1 and not (
+        case.endswith("in a sum") and (folder / "dead").exists()
+    ):
         time.sleep(0.1)
     for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
         os.kill(int(child), signal.SIGCONT)
@@ -272,9 +320,8 @@ def wake(size: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     _, size, name, folder = sys.argv
-    if name.endswith(", hangs"):
-        # The rank goes on when the others have ended.
-        threading.Thread(target=wake, args=(int(size), Path(folder)), daemon=True).start()
+    if ", hangs" in name:
+        threading.Thread(target=wake, args=(int(size), Path(folder), name), daemon=True).start()
     try:
         fork_ranks(int(size), lambda: run(name, Path(folder)))
     except SystemExit:

@@ -189,7 +189,7 @@ def run_with_death(case, folder):
     assert "error" not in found[0], found[0]
     log = read_document(DecisionLog, folder / "log.json")
     assert list(log.deaths) == [dead]
-    if case.endswith(", hangs"):
+    if ", hangs" in case:
         assert "the deciding rank took it for dead" in found.pop(dead)["error"]
     assert found.keys() == set(range(num_ranks)) - {dead}
     assert str(repeat_decisions(CASES[policy], log)) == found[0]["state"]
@@ -233,7 +233,10 @@ def test_workers_do_not_wait_for_one_that_died(tmp_path):
     "case",
     [
         "partial, killed in a sum",
-        *(pytest.param(case, marks=pytest.mark.long) for case in ("partial, killed", "partial, hangs")),
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in ("partial, killed", "partial, hangs", "partial, hangs in a sum")
+        ),
     ],
 )
 def test_groups_form_without_a_worker_that_died(case, tmp_path):
@@ -246,7 +249,7 @@ def test_groups_form_without_a_worker_that_died(case, tmp_path):
             if not is_lost:
                 models[worker].step(gradients)
             done[worker] += 1
-    assert num_lost == (case == "partial, killed in a sum")
+    assert num_lost == case.endswith("in a sum")
     assert done[:2] == [VERSIONS] * 2
     for rank in found:
         assert found[rank]["parameters"] == pytest.approx(models[rank].vector(), rel=1e-4, abs=1e-6)
@@ -262,6 +265,15 @@ def sums_of(log):
                 sums[issue.group] = int(log.end_ps[handle]) in log.deaths.values()
             handle += 1
         yield from sums.items()
+
+
+@pytest.mark.long
+def test_a_death_at_the_end_costs_nothing(tmp_path):
+    """All is done, but the rank that dies does not answer."""
+    run_ranks("tests.runtime.controlled_worker", NUM_WORKERS + 1, "synchronous, killed at the end", str(tmp_path))
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1, 3)]
+    assert all("error" not in item for item in found)
+    assert found[0]["counts"]["applied"] == VERSIONS * NUM_WORKERS
 
 
 @pytest.mark.long
@@ -318,6 +330,16 @@ def test_an_abandoned_forward_leaves_the_module_usable():
     assert loss_on(replica.module, 0) > 0
 
 
+def test_an_update_without_a_gradient_that_was_lost_is_skipped():
+    replica = replica_of()
+    before = [parameter.clone() for parameter in replica.module.parameters()]
+    replica.summed(None, torch.ones(replica.num_bytes // 4), 1)
+    replica.compute(replace(dispatched(OptimizerStep), num_lost=1))
+    assert all(map(torch.equal, before, replica.module.parameters()))
+    with pytest.raises(ProgramError, match="An update was issued that waits for no gradient"):
+        replica.compute(dispatched(OptimizerStep))
+
+
 def test_an_update_uses_a_sum_once():
     replica = replica_of()
     replica.summed(None, torch.ones(replica.num_bytes // 4), 2)
@@ -332,6 +354,11 @@ def test_ranks_that_do_not_fit_the_controller_are_refused(num_ranks, deciding):
         ProgramError, match=f"{num_ranks} ranks take part, and rank {deciding} decides; the controller uses 4"
     ):
         run_controlled(CASES["backup"], None, rank=0, num_ranks=num_ranks, store=None, deciding=deciding)
+
+
+def test_a_limit_that_is_not_above_zero_is_refused():
+    with pytest.raises(ProgramError, match="death_after_s is 0; expected a number of seconds above 0"):
+        run_controlled(CASES["backup"], None, rank=0, num_ranks=4, store=None, death_after_s=0)
 
 
 SCATTER = ReduceScatter(stage=0, bucket=0, num_bytes=4)

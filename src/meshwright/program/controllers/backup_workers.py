@@ -3,9 +3,11 @@
 `BackupWorkers`: of n workers with b backups, the server updates version v when n - b gradients computed on v have
 arrived: a k-of-n join. Workers whose gradient has arrived then get version v + 1. A late worker finishes its
 computation, its gradient is dropped, and it continues with the next version that begins. So at least n - b workers
-begin every version, and every applied gradient was computed on the version that it updates. `StoppedBackups` stops late
-workers instead. If workers die, an update takes the gradients of those that are left, if these are fewer than n - b;
-without the server nothing goes on. Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), section 3.
+begin every version, unless workers die, and every applied gradient was computed on the version that it updates.
+`StoppedBackups` stops late workers instead.
+
+After deaths, an update takes the gradients of the workers that are left, if these are fewer than n - b. Without the
+server nothing goes on. Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), section 3.
 """
 
 from __future__ import annotations
@@ -149,13 +151,13 @@ class BackupWorkers(Backups):
 class Race:
     """State of `StoppedBackups`: the current version of the weights and the gradients counted so far.
 
-    ``received``: handles of the receives of this version's gradients. ``computing``: (worker, handle of its forward,
-    handle of its backward) of each worker that computes. Over all versions, ``applied`` gradients came in time,
-    ``dropped`` ones came too late, and ``abandoned`` ones were never finished. ``dead``: workers that died.
+    ``received``: (worker, handle of the receive) of this version's gradients. ``computing``: (worker, handle of its
+    forward, handle of its backward) of each worker that computes. Over all versions, ``applied`` gradients came in
+    time, ``dropped`` ones came too late, and ``abandoned`` ones were never finished. ``dead``: workers that died.
     """
 
     version: int = 0
-    received: tuple[int, ...] = ()
+    received: tuple[tuple[int, int], ...] = ()
     computing: tuple[tuple[int, int, int], ...] = ()
     applied: int = 0
     dropped: int = 0
@@ -199,21 +201,23 @@ class StoppedBackups(Backups):
                 return state, NOTHING
 
     def _need(self, state: Race) -> int:
-        """Return the number of gradients that an update takes."""
-        return min(self.num_workers - self.num_backups, self.num_workers - len(state.dead))
+        """Return the number of gradients that the update of the state's version takes."""
+        gone = len(set(state.dead) - {worker for worker, _ in state.received})
+        return min(self.num_workers - self.num_backups, self.num_workers - gone)
 
     def _arrive(self, state: Race, worker: int, send: Send, first: int) -> tuple[Race, Decision]:
         """Receive a gradient at the server, and issue the update when it has enough."""
         need, received = self._need(state), arrival(self.num_workers, worker, send)
         if send.microbatch // self.num_workers < state.version or len(state.received) >= need:
             return replace(state, dropped=state.dropped + 1), Decision(issues=(received,))
-        taken = replace(state, received=(*state.received, first), applied=state.applied + 1)
+        taken = replace(state, received=(*state.received, (worker, first)), applied=state.applied + 1)
         issues = (received,) if len(taken.received) < need else (received, self._update(taken))
         return taken, Decision(issues=issues)
 
     def _update(self, state: Race) -> Issue:
         update = OptimizerStep(stage=SERVER, version=state.version)
-        return Issue(rank=self.num_workers, stream="compute", instruction=update, waits=state.received, watched=True)
+        waits = tuple(handle for _, handle in state.received)
+        return Issue(rank=self.num_workers, stream="compute", instruction=update, waits=waits, watched=True)
 
     def _begin(self, state: Race, first: int) -> tuple[Race, Decision]:
         """Stop workers that still compute, and start all workers on the state's version, if it is to be made."""

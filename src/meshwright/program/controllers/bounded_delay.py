@@ -4,9 +4,9 @@ A worker's clock is the number of its applied gradients. The worker begins an it
 (``max_delay``) ahead of the slowest worker's clock. It computes on the servers' current parameters and pushes the
 gradient. Each of the k servers holds an equal part of all parameters and applies pushes of that part one by one as they
 arrive. A gradient is applied when all servers have applied their parts. S = 0 is synchronous. If a worker dies, the
-others no longer wait for it; without a server nothing goes on. Sources: Ho et al., "More
-Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013); Li et al., "Scaling Distributed
-Machine Learning with the Parameter Server" (2014), section 3.4.
+others no longer wait for it; without a server nothing goes on. Sources: Ho et al., "More Effective Distributed ML via a
+Stale Synchronous Parallel Parameter Server" (2013); Li et al., "Scaling Distributed Machine Learning with the Parameter
+Server" (2014), section 3.4.
 """
 
 from __future__ import annotations

@@ -90,14 +90,9 @@ def iteration(
 
 def with_dead(dead: tuple[int, ...], rank: int, num_workers: int) -> tuple[int, ...]:
     """Return the workers that died, with ``rank``. Raises RunError if it was a server or the last worker."""
-    what = (
-        "It had the parameters"
-        if rank >= num_workers
-        else "It was the last worker"
-        if len(dead) + 1 == num_workers
-        else ""
-    )
-    if what:
+    is_last = len(dead) + 1 == num_workers
+    if rank >= num_workers or is_last:
+        what = "It was the last worker" if rank < num_workers else "It had the parameters"
         raise RunError(
             f"Rank {rank} of the controlled run has died. {what}, so the others cannot go on. Start the run again from "
             "saved parameters."

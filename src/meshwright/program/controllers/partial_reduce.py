@@ -7,9 +7,11 @@ is made for all members, so all ranks have their sums in the same order.
 Workers of similar speed may meet only each other, so that their models drift apart. Groups connect their members. If
 the workers are not all connected after ``bridge_after`` groups, the next group has to connect two parts: its ready
 workers wait for one of another part. When all workers are connected, the count begins again. Not covered are weights of
-gradients by staleness. If a worker dies, the others form groups without it; the gradients of a sum that it does not end
-are lost. Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial
-Reduce" (SIGMOD 2021), section 3.
+gradients by staleness.
+
+If a worker dies, the others form groups without it. A sum that it does not end is lost, and so are the gradients in it.
+Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce" (SIGMOD 2021),
+section 3.
 """
 
 from __future__ import annotations

@@ -15,9 +15,7 @@ it; they go on in a new thread, which follows a new queue.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import json
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -33,6 +31,21 @@ from torch._C._distributed_c10d import TCPStore
 from meshwright.program import ProgramBuilder
 from meshwright.program.decided import read_answer
 from meshwright.program.issuing import RANK_STREAMS, Filed, IssueBook, check_for_ranks
+from meshwright.runtime.controlled.queues import (
+    ARRIVALS,
+    CONTROL,
+    ENDED,
+    FAILED,
+    FOREVER,
+    LEAST_S,
+    MISSED_BEATS,
+    REPORTS,
+    TAKEN_FOR_DEAD,
+    Clock,
+    connect,
+    pop,
+    queue_of,
+)
 from meshwright.spec import (
     AllReduce,
     DeadlockError,
@@ -48,43 +61,13 @@ from meshwright.spec.control import Controller, Decision, Died, Ended, Event, Ra
 from meshwright.spec.decision_log import DecisionLog, make_log
 from meshwright.spec.instructions import STREAM_NAMES, instruction_row
 
-REPORTS = "reports"
-# Queues of a rank beside those of its streams: of data that others send to it; of abandoned handles, deaths, beats and
-# the end.
-ARRIVALS, CONTROL = "arrivals", "control"
-ALIVE, FAILED, ENDED, TAKEN_FOR_DEAD = "alive", "failed", "ended", "taken for dead"
-# Beats that a rank misses before it is taken for dead, and beats after which a lost connection is an error of its own,
-# because no death explains it.
-MISSED_BEATS = 4
+# Beats after which a lost connection is an error of its own, because no death explains it.
 _UNEXPLAINED_BEATS = 2 * MISSED_BEATS
-FOREVER = timedelta(days=365)
 _Key = tuple[int, str]
 _MOST_NAMED = 4
 # Groups of sums whose connections stay open. A policy that forms groups in the run may use thousands, and each costs
 # every member a thread and a connection to every other member.
 MOST_OPEN = 64
-_PS_PER_NS = 1000
-# The store takes no shorter time limit.
-_LEAST_S = 0.001
-
-
-def queue_of(rank: int, stream: str, number: int = 0) -> str:
-    """Return the name of the queue of a rank's stream, which has a number if it is not the first one."""
-    return f"{rank}/{stream}/{number}" if number else f"{rank}/{stream}"
-
-
-def connect(store: TCPStore) -> TCPStore:
-    """Return a client of the same store with a connection of its own: a client that waits blocks its other users."""
-    return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-
-
-def pop(store: TCPStore, name: str) -> Any:
-    """Wait for the next message of a queue, and return it. Raises DistError if the store's time limit has passed."""
-    while True:
-        try:
-            return json.loads(store.queue_pop(name))
-        except dist.QueueEmptyError:  # torch 2.13: a wait may end although nothing is there
-            time.sleep(_LEAST_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,12 +118,14 @@ class _Connections:
 class Decider:
     """Calls a controller on the events of ``num_ranks`` ranks until no instruction runs and no timer is left.
 
+    ``rank`` is the deciding rank, ``death_after_s`` the time without a sign of life after which a rank is dead.
     ``survives_deaths``: whether deaths are events, or end the run.
     """
 
     def __init__(
         self,
         controller: Controller[Any],
+        rank: int,
         num_ranks: int,
         store: TCPStore,
         timeout_s: float,
@@ -149,11 +134,12 @@ class Decider:
         *,
         survives_deaths: bool = False,
     ) -> None:
-        self._controller, self._num_ranks, self._timeout_s = controller, num_ranks, timeout_s
-        self._on_end, self._survives_deaths, self._death_after_s = on_end, survives_deaths, death_after_s
+        self._controller, self._rank, self._num_ranks, self._timeout_s = controller, rank, num_ranks, timeout_s
+        self._on_end, self._survives_deaths = on_end, survives_deaths
+        self._death_after_s = min(timeout_s, death_after_s)
         # When each instruction was dispatched, and when its end was reported, by handle.
         self._start_ps, self._end_ps = list[int](), list[int]()
-        self._store, self._clock = connect(store), _Clock(connect(store), num_ranks, min(timeout_s, death_after_s))
+        self._store, self._clock = connect(store), Clock(connect(store), num_ranks, self._death_after_s)
         self._book = IssueBook(ProgramBuilder(num_ranks).build(schedule="controlled", plan_hash=""))
         self._state: Any = None
         self._decided: list[tuple[Event, int, Decision]] = []
@@ -178,7 +164,7 @@ class Decider:
         self._closing: defaultdict[_Key, list[tuple[int, ...]]] = defaultdict(list)
         self._num_opened = 0
         self._num_timers = self._last_ps = 0
-        # Beats that each living rank has missed, once it has answered one; dead ranks, and handles lost with them.
+        # Beats that each other living rank has missed, once it has answered one; dead ranks; handles lost with them.
         self._missed: dict[int, int] = {}
         self._dead: set[int] = set()
         self._lost: set[int] = set()
@@ -208,23 +194,51 @@ class Decider:
                 self._raise_deadlock()
             self._book.check_end()
             end = ENDED
+            self._push_end(ENDED)
+            self._wait_for_ranks()
         except dist.DistError as error:
             raise RunError(f"The store that connects the ranks was lost: {error}") from error
         finally:
+            if end == FAILED:
+                with contextlib.suppress(dist.DistError):
+                    self._push_end(FAILED)
             self._clock.stop()
-            with contextlib.suppress(dist.DistError):
-                for rank in range(self._num_ranks):
-                    for stream in (*RANK_STREAMS, ARRIVALS):
-                        self._push(rank, stream, None)
-                    self._push(rank, CONTROL, end)
-        self._store.set_timeout(timedelta(seconds=self._timeout_s))
-        for _ in range(self._num_ranks - 1 - len(self._dead)):
-            pop(self._store, ENDED)
         return Decided(
             log=make_log(self._num_ranks, 0, self._decided, self._end_ps),
             state=self._state,
             start_ps=np.array(self._start_ps, np.int64),
         )
+
+    def _push_end(self, end: str) -> None:
+        """Tell all ranks how the run has ended."""
+        for rank in range(self._num_ranks):
+            for stream in (*RANK_STREAMS, ARRIVALS):
+                self._push(rank, stream, None)
+            self._push(rank, CONTROL, end)
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until the living ranks have heard of the end. Raises RunError as `_bury`, and if one does not answer."""
+        waiting = set(range(self._num_ranks)) - self._dead - {self._rank}
+        self._store.set_timeout(timedelta(seconds=self._timeout_s))
+        while waiting:
+            try:
+                report = pop(self._store, REPORTS)
+            except dist.DistStoreError:
+                raise RunError(
+                    f"At the end of the controlled run ranks {sorted(waiting)} did not answer in {self._timeout_s:g} s."
+                ) from None
+            match report:
+                case {"ended": rank}:
+                    waiting.discard(rank)
+                    self._missed.pop(rank, None)
+                case {"alive": rank} if rank in self._missed:
+                    self._missed[rank] = 0
+                case {"beat": _}:
+                    for rank in self._miss_beat():
+                        self._check_survival(rank)
+                        waiting.discard(rank)
+                case _:  # of something that was lost
+                    pass
 
     def _next_report(self) -> dict[str, Any]:
         """Wait for a report. Raises RunError if an instruction runs longer than the limit."""
@@ -233,11 +247,13 @@ class Decider:
             filed, since = next(iter(self._running.values()))
             left_s = since + self._timeout_s - time.monotonic()
             if left_s <= 0:
+                if filed.issue.rank not in {self._rank, *self._missed}:
+                    raise RunError(f"Rank {filed.issue.rank} did not join the controlled run in {self._timeout_s:g} s.")
                 raise RunError(
                     f"{self._describe(filed)} has not ended in {self._timeout_s:g} s. The rank, or one with which it "
                     "exchanges data, is stuck; give a longer timeout_s if it needs more time."
                 )
-            limit = timedelta(seconds=max(left_s, _LEAST_S))
+            limit = timedelta(seconds=max(left_s, LEAST_S))
         self._store.set_timeout(limit)
         try:
             report: dict[str, Any] = pop(self._store, REPORTS)
@@ -249,7 +265,7 @@ class Decider:
         """Follow a report of a rank or of the clock."""
         match report:
             case {"rank": rank, "broken": handle, "error": error}:
-                if handle not in self._lost:
+                if not self._dead.intersection(self._filed[handle].issue.group):
                     self._broken.setdefault(handle, (rank, error, 0))
             case {"rank": rank, "error": error}:
                 raise RunError(f"Rank {rank} of the controlled run failed: {error}")
@@ -257,7 +273,7 @@ class Decider:
                 self._num_timers -= 1
                 self._decide(Rang(next_handle=self._book.next_handle, number=number), self._moment_ps())
             case {"alive": rank}:
-                if rank not in self._dead:
+                if rank not in self._dead and rank != self._rank:
                     self._missed[rank] = 0
             case {"beat": _}:
                 self._count_beat()
@@ -265,37 +281,51 @@ class Decider:
                 filed = self._filed[handle]
                 del self._running[_key(filed)]
                 self._done.append(filed)
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """Follow the instructions that have ended, and those that end with them."""
         while self._done:
             self._end(self._done.popleft())
 
-    def _count_beat(self) -> None:
-        """Count a beat that ranks have not answered yet, and let the clock report the next one.
+    def _miss_beat(self) -> list[int]:
+        """Count a beat that ranks have not answered yet; return the ranks that have missed too many.
 
         One beat is on its way at a time. So however late this rank or the store is, answers are between the beats.
         """
         for rank in self._missed:
             self._missed[rank] += 1
+        self._clock.expect_beat()
+        return [rank for rank, missed in self._missed.items() if missed > MISSED_BEATS]
+
+    def _count_beat(self) -> None:
+        """Follow the deaths of ranks, and refuse lost connections that no death has explained."""
         for handle, (rank, error, beats) in self._broken.items():
             self._broken[handle] = rank, error, beats + 1
             if beats >= _UNEXPLAINED_BEATS:
                 raise RunError(
                     f"Rank {rank} of the controlled run failed in {self._describe(self._filed[handle])}: {error}"
                 )
-        for rank in [rank for rank, missed in self._missed.items() if missed > MISSED_BEATS]:
+        for rank in self._miss_beat():
             self._bury(rank)
-        self._clock.expect_beat()
+            self._end_all()
 
-    def _bury(self, rank: int) -> None:
-        """Follow the death of a rank. Raises RunError if the controller does not survive deaths."""
+    def _check_survival(self, rank: int) -> None:
+        """Raise RunError if the death of a rank ends the run."""
         if not self._survives_deaths:
             busy = [self._describe(filed) for (other, _), (filed, _) in self._running.items() if other == rank]
             raise RunError(
                 f"Rank {rank} of the controlled run has died: it gave no sign of life for {self._death_after_s:g} s"
                 f"{' in ' + ' and '.join(busy) if busy else ''}."
             )
+
+    def _bury(self, rank: int) -> None:
+        """Follow the death of a rank. Raises RunError as `_check_survival`."""
+        self._check_survival(rank)
         now_ps = self._moment_ps()
         self._dead.add(rank)
         del self._missed[rank]
+        self._clock.forget(rank)
         self._push(rank, CONTROL, TAKEN_FOR_DEAD)
         lost = [filed for filed in self._filed if self._is_lost_with(rank, filed)]
         self._lost.update(filed.handle for filed in lost)
@@ -427,7 +457,7 @@ class Decider:
                     "dropped: nothing waited for them when the rank computed next. Issue it before the rank computes."
                 )
             command["sends"] = self._with_senders(send for send in uses if send not in self._used)
-            command["lost"] = len(self._lost.intersection(filed.waits))
+            command["lost"] = sum(self._carries_data(handle) for handle in self._lost.intersection(filed.waits))
             self._used.update(uses)
             self._unused[issue.rank] -= self._used
             dropped = {send for send in self._unused[issue.rank] if not self._is_awaited(send)}
@@ -458,6 +488,9 @@ class Decider:
             for each in self._groups.pop(other).users:
                 self._closing[each].append(other)
         return found.number
+
+    def _carries_data(self, handle: int) -> bool:
+        return self._moves(handle) or isinstance(self._filed[handle].issue.instruction, AllReduce)
 
     def _moves(self, handle: int) -> bool:
         return isinstance(self._filed[handle].issue.instruction, Send | Receive)
@@ -496,60 +529,6 @@ class Decider:
 
     def _describe(self, filed: Filed) -> str:
         return f"{filed.issue.instruction} of rank {filed.issue.rank} (handle {filed.handle})"
-
-
-class _Clock:
-    """The clock of a run: a thread reports timers, and sends beats to all ranks; it reports those that are expected.
-
-    A rank that is silent for ``silence_s`` has missed `MISSED_BEATS` beats.
-    """
-
-    def __init__(self, store: TCPStore, num_ranks: int, silence_s: float) -> None:
-        self._store, self._num_ranks, self._beat_s = store, num_ranks, silence_s / MISSED_BEATS
-        self._is_expected = True
-        self._timers: list[tuple[int, int, int]] = []
-        self._num_set, self._is_over = 0, False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._start_ns = time.perf_counter_ns()
-
-    def now_ps(self) -> int:
-        return (time.perf_counter_ns() - self._start_ns) * _PS_PER_NS
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-
-    def set(self, at_ps: int, number: int) -> None:
-        with self._changed:
-            heapq.heappush(self._timers, (at_ps, self._num_set, number))
-            self._num_set += 1
-            self._changed.notify_all()
-
-    def expect_beat(self) -> None:
-        """Report the next beat, too: the one before has been counted."""
-        with self._changed:
-            self._is_expected = True
-
-    def _follow(self) -> None:
-        with contextlib.suppress(dist.DistError), self._changed:
-            beat = time.monotonic()
-            while not self._is_over:
-                if time.monotonic() >= beat:
-                    beat = time.monotonic() + self._beat_s
-                    if self._is_expected:
-                        self._is_expected = False
-                        self._store.queue_push(REPORTS, json.dumps({"beat": None}))
-                    for rank in range(self._num_ranks):
-                        self._store.queue_push(queue_of(rank, CONTROL), json.dumps(ALIVE))
-                while self._timers and self._timers[0][0] <= self.now_ps():
-                    self._store.queue_push(REPORTS, json.dumps({"timer": heapq.heappop(self._timers)[2]}))
-                due_s = (self._timers[0][0] - self.now_ps()) / 1e12 if self._timers else self._beat_s
-                self._changed.wait(max(0.0, min(due_s, beat - time.monotonic())))
 
 
 def _key(filed: Filed) -> _Key:

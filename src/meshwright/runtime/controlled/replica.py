@@ -19,9 +19,8 @@ class Replica:
 
     A forward computes ``loss_of(module, microbatch)``, a scalar, on the parameters that arrived for it, if any. An
     update steps the optimizer with the mean of the gradients that arrived for it, else with the reduced gradient; it
-    does nothing if a death has left it no gradient. All
-    parameters, and so all gradients, are float32 and sent as one vector, of `num_bytes`. Raises ProgramError for other
-    parameters.
+    does nothing if a death has left it no gradient. All parameters, and so all gradients, are float32 and sent as one
+    vector, of `num_bytes`. Raises ProgramError for other parameters.
     """
 
     def __init__(
@@ -60,12 +59,11 @@ class Replica:
                 self._backward(work, microbatch)
             case OptimizerStep():
                 reduced, self._reduced = self._reduced, None
-                gradient = _mean(work.arrived) if work.arrived else reduced
-                if gradient is None and work.num_lost:
+                if work.num_lost and not work.arrived:
                     # All its gradients, or the sum of them, were lost with a rank that died.
                     self._gradients.clear()
                 else:
-                    self._step(gradient)
+                    self._step(_mean(work.arrived) if work.arrived else reduced)
             case _:
                 raise ProgramError(f"A replica cannot run {work.instruction}; expected forwards, backwards, updates.")
 

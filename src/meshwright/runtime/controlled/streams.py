@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from meshwright.program.issuing import RANK_STREAMS
-from meshwright.runtime.controlled.deciding import (
+from meshwright.runtime.controlled.deciding import Decided, Decider
+from meshwright.runtime.controlled.queues import (
     ALIVE,
     ARRIVALS,
     CONTROL,
@@ -37,8 +38,6 @@ from meshwright.runtime.controlled.deciding import (
     FOREVER,
     REPORTS,
     TAKEN_FOR_DEAD,
-    Decided,
-    Decider,
     connect,
     pop,
     queue_of,
@@ -80,8 +79,8 @@ class DispatchedWork:
     """A computation to execute.
 
     ``arrived``: the data of the messages for which it waited, in the order in which their sends ended.
-    ``is_wanted``: whether the controller has not abandoned it. ``num_lost``: the number of instructions for which it
-    waited that were lost with a rank that died.
+    ``is_wanted``: whether the controller has not abandoned it. ``num_lost``: the number of messages and sums for which
+    it waited and that were lost with a rank that died.
     """
 
     instruction: Instruction
@@ -134,14 +133,14 @@ def run_controlled(
     deciding one. The rank ``deciding`` calls the controller and returns its decisions; the others return None. It calls
     ``on_end`` with each instruction that has ended.
 
-    A rank that gives no sign of life for ``death_after_s`` is taken for dead. With ``survive_deaths``, this is an event
-    for a controller that survives deaths (`spec.control.Controller`); the others go on. Else it ends the run. Data that
-    a rank sent just before its death may be missing where they are used.
+    A rank that has joined and gives no sign of life for ``death_after_s`` is taken for dead. With ``survive_deaths``,
+    this is an event for a controller that survives deaths (`spec.control.Controller`); the others go on. Else it ends
+    the run. Data that a rank sent just before its death may be missing where they are used.
 
-    Raises ProgramError for ranks that do not fit the controller; RunError if a rank fails, if an instruction runs
-    longer than ``timeout_s``, if the deciding rank gives no sign of life for as long, if a rank dies whose death ends
-    the run, and on a rank that was taken for dead; on the deciding rank ProgramError or DeadlockError for decisions
-    that break a rule.
+    Raises ProgramError for ranks that do not fit the controller, or a limit that is not above 0; RunError if a rank
+    fails, if an instruction runs longer than ``timeout_s``, if the deciding rank gives no sign of life for as long, if
+    a rank dies whose death ends the run, and on a rank that was taken for dead; on the deciding rank ProgramError or
+    DeadlockError for decisions that break a rule.
     """
     uses = getattr(controller, "num_ranks", num_ranks)
     if uses != num_ranks or not 0 <= deciding < num_ranks:
@@ -149,11 +148,15 @@ def run_controlled(
             f"{num_ranks} ranks take part, and rank {deciding} decides; the controller uses {uses} ranks. Expected as "
             "many ranks, one of which decides."
         )
+    if not death_after_s > 0:
+        raise ProgramError(f"death_after_s is {death_after_s!r}; expected a number of seconds above 0.")
     streams = _RankStreams(actor, rank, store, timeout_s)
     streams.start()
     if rank == deciding:
         survives = survive_deaths and bool(getattr(controller, "survives_deaths", False))
-        decider = Decider(controller, num_ranks, store, timeout_s, death_after_s, on_end, survives_deaths=survives)
+        decider = Decider(
+            controller, rank, num_ranks, store, timeout_s, death_after_s, on_end, survives_deaths=survives
+        )
         listener = threading.Thread(target=streams.listen, daemon=True)
         listener.start()
         decided = decider.run()
@@ -200,8 +203,15 @@ class _RankStreams:
     def _reopen(self, name: str, dead: int) -> None:
         """Let a stream go on in another thread. Its own may hang in a connection to a rank that died."""
         self._num_reopened[name] += 1
-        self._groups[name] = {ranks: group for ranks, group in self._groups[name].items() if dead not in ranks}
+        # A copy: the old thread may add the group that it is making.
+        groups = dict(self._groups[name])
+        self._groups[name] = {ranks: group for ranks, group in groups.items() if dead not in ranks}
         self._open(name)
+
+    def _check_thread(self, name: str, number: int) -> None:
+        """Raise _ConnectionLost in the former thread of a stream that goes on in another one."""
+        if number != self._num_reopened[name]:
+            raise _ConnectionLost
 
     def listen(self) -> None:
         """Follow the deciding rank until the end, or until this rank has to leave."""
@@ -242,7 +252,7 @@ class _RankStreams:
     def report_end(self) -> None:
         """Tell the deciding rank that this rank has heard of the end; it may have left already."""
         with contextlib.suppress(dist.DistError):
-            self._control.queue_push(ENDED, json.dumps(None))
+            self._control.queue_push(REPORTS, json.dumps({"ended": self._rank}))
 
     def _follow(self, name: str, number: int, groups: _Groups, store: TCPStore) -> None:
         """Execute the commands of a stream until the deciding rank ends it, or is lost."""
@@ -251,7 +261,7 @@ class _RankStreams:
             while (command := pop(store, queue_of(self._rank, name, number))) is not None:
                 if name == ARRIVALS:
                     self._pass_on(command)
-                elif self._try(partial(self._execute, name, command, groups, store), command, store):
+                elif self._try(partial(self._execute, name, number, command, groups, store), command, store):
                     store.queue_push(REPORTS, json.dumps({"handle": command["handle"]}))
                 else:
                     break
@@ -299,7 +309,8 @@ class _RankStreams:
                 if not self._try(partial(receive, command), command, store):
                     return
 
-    def _execute(self, name: str, command: dict[str, Any], groups: _Groups, store: TCPStore) -> None:
+    def _execute(self, name: str, number: int, command: dict[str, Any], groups: _Groups, store: TCPStore) -> None:
+        self._check_thread(name, number)
         instruction, handle, ranks = instruction_of(command["row"]), command["handle"], tuple(command["group"])
         match instruction:
             case Send():
@@ -316,11 +327,13 @@ class _RankStreams:
                     groups.pop(tuple(closed), None)
                 with _connected():
                     self._group(groups, ranks, f"sum {command['opened']}", store).allreduce([total]).wait()
+                self._check_thread(name, number)
                 self._actor.summed(instruction, total, len(ranks))
             case _ if name == "compute":
                 self._take(command["dropped"])
                 arrived = self._take(command["sends"])
-                work = DispatchedWork(instruction, arrived, lambda: handle not in self._abandoned, command["lost"])
+                num_lost = command["lost"] + len(command["sends"]) - len(arrived)
+                work = DispatchedWork(instruction, arrived, lambda: handle not in self._abandoned, num_lost)
                 with contextlib.suppress(Abandoned):
                     self._actor.compute(work)
 

@@ -184,8 +184,8 @@ class LocalModel:
     def _check_written(self, op: Op, converted: Mapping[int, int]) -> None:
         """Raise PlanError unless an op on shards writes the shards of its buffers, such as running statistics.
 
-        An op that is split so that its buffers and its results are, too, computes each element of them as the whole op
-        would; batch norm does on shards of the channels.
+        The ops that can be split so that their buffers and results are split, too, are elementwise or batch norm, which
+        treats each channel alone. So a shard of the buffer gets the values that the whole op would write.
         """
         roots = {i: self._root(i, converted) for i in op.inputs}
         buffers = {i: root for i, root in roots.items() if self.graph.tensors[root[0]].role == "buffer"}
