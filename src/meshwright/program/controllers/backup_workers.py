@@ -34,8 +34,8 @@ class Versions:
     """State of `BackupWorkers`: the current version of the weights and the gradients counted so far.
 
     ``num_arrived``: gradients of this version that arrived in time. ``waiting``: workers that wait for the next
-    version; if there are none when it begins, it ``is_due`` and begins with the first that arrives. ``applied`` and
-    ``dropped``: gradients of all versions. ``dead``: workers that died.
+    version. ``is_due``: this version has no workers yet, and begins with the first gradient that arrives. ``applied``
+    and ``dropped``: gradients of all versions. ``dead``: workers that died.
     """
 
     version: int = 0
