@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -112,8 +113,15 @@ def test_ranks_see_only_the_devices_that_the_plan_uses(gpt_plan, tmp_path, monke
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-@pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.long)])
-def test_a_killed_rank_ends_the_run_and_is_named(gpt_plan, tmp_path, start, request):
+@pytest.mark.parametrize(
+    ("start", "number"),
+    [
+        ("warm", signal.SIGKILL),
+        pytest.param("cold", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("cold", signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_rank_ends_the_run_and_is_named(gpt_plan, tmp_path, start, number, request):
     if start == "warm":
         request.getfixturevalue("warm_ranks")
     killed_at = []
@@ -122,9 +130,9 @@ def test_a_killed_rank_ends_the_run_and_is_named(gpt_plan, tmp_path, start, requ
         if done == 3 and not killed_at:
             killed_at.append(time.monotonic())
             (pid,) = worker_pids(rank=1)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
-    with pytest.raises(RunError, match="Rank 1 was killed by SIGKILL"):
+    with pytest.raises(RunError, match=f"Rank 1 was killed by {number.name}"):
         run_plan(Job(plan=str(gpt_plan), num_steps=100_000), tmp_path / "out", Collector(kill_rank_1))
     assert killed_at
     assert not worker_pids(rank=0)
@@ -307,6 +315,15 @@ def test_a_model_that_bakes_its_batch_size_in_is_captured_at_the_microbatch_size
     assert result.losses[-1] < result.losses[0]
 
 
+@pytest.fixture
+def subreaper():
+    """Orphans become children of this process, as they do under a login session or the init of a container."""
+    prctl, set_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(set_subreaper, 1)
+    yield
+    prctl(set_subreaper, 0)
+
+
 @pytest.mark.parametrize(
     ("number", "delay_s"),
     [
@@ -314,10 +331,13 @@ def test_a_model_that_bakes_its_batch_size_in_is_captured_at_the_microbatch_size
         pytest.param(signal.SIGINT, 0.5, marks=pytest.mark.long),  # while they import torch
         (signal.SIGINT, 5.0),  # while they train
         pytest.param(signal.SIGTERM, 0.5, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, 0.0, marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, 2.0, marks=pytest.mark.long),
     ],
 )
-def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(gpt_plan, tmp_path, number, delay_s, request):
+def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(
+    gpt_plan, tmp_path, number, delay_s, request, subreaper
+):
     if delay_s >= 5.0:  # nothing of it is about a start, which forks do not have
         request.getfixturevalue("warm_ranks")
     command = [

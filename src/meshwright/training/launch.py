@@ -312,7 +312,8 @@ def _start_again(job: Job) -> str:
 
 def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> str:
     """One paragraph: the rank that failed first, how, and its own error."""
-    killed = [rank for rank, item in failures.items() if item.exitcode < 0 and item.exitcode != -signal.SIGTERM]
+    # The agent notices failures before it ends the other ranks, so a SIGTERM came from elsewhere.
+    killed = [rank for rank, item in failures.items() if item.exitcode < 0]
     reports = []
     for rank in failures:
         path = error_file(scratch, rank)
@@ -322,6 +323,8 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
         rank = min(killed, key=lambda item: failures[item].timestamp)
         name = signal.Signals(-failures[rank].exitcode).name
         advice, hint = _start_again(job), ""
+        if name == "SIGTERM":
+            hint = " (often a scheduler of jobs or the host's shutdown)"
         if name == "SIGKILL":
             hint, advice = " (often the host ran out of memory)", f"{predict_memory(job.plan, rank)} {advice}"
         return f"Rank {rank} was killed by {name}{hint}; the other ranks were ended. {advice}"

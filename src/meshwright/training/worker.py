@@ -323,13 +323,22 @@ def main(job_path: str, folder: str, launcher: int) -> int:
 def end_with_parent(launcher: int) -> None:
     """Have the kernel kill this rank when its parent dies (Linux: prctl(2), PR_SET_PDEATHSIG).
 
-    Exits at once if the parent has died already. ``launcher``: the process id of the launcher.
+    Exits at once if the launcher has died already. ``launcher``: the process id of the launcher.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # Orphans become children of process 1, which in a container may be the launcher itself.
-        if os.getppid() == 1 != launcher:
+        # Orphans become children of process 1 or of a subreaper, such as that of a login session.
+        if not _is_running(launcher):
             os._exit(1)
+
+
+def _is_running(process: int) -> bool:
+    """Return whether a process runs; one that has ended, and whose parent has not waited for it yet, does not."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def take_cores(pin: bool) -> None:
