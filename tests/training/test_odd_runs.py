@@ -1,6 +1,7 @@
 """Runs that end in odd ways, and models with odd parameters, from the command line."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,8 +43,41 @@ def test_scales_are_clipped_and_what_nothing_reads_is_saved(meshwright):
 
 
 @pytest.mark.long
-def test_a_loss_that_is_not_finite_loses_nothing(meshwright):
-    code, said = meshwright("run", "plan.json", "--steps", 6, "--learning-rate", 1e30)
+def test_a_loss_that_is_not_finite_ends_the_run(meshwright):
+    keep = ("--checkpoint", "kept", "--checkpoint-every", 1)
+    code, said = meshwright("run", "plan.json", "--steps", 6, "--learning-rate", 1e30, *keep)
+    assert code == 1
+    step = int(re.search(r"error: The loss of step (\d), computed by rank 1, is not finite", said)[1])
+    assert f"kept/step-{step - 1:08d}: continue from there" in said, "the loss of a step is known before its checkpoint"
+    assert not Path("run").exists()
+
+
+@pytest.mark.long
+def test_the_replica_whose_samples_give_no_finite_loss_is_named(meshwright, tmp_path):
+    """Sample 5 of 8 gives NaN; the second replica computes it."""
+    (tmp_path / "roots.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Roots(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale = nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n"
+        "        return self.scale(x).square().mean() + (2.0 - x).sqrt().mean()\n"
+        "def build(batch_size=8):\n"
+        "    x = 3.0 * (torch.arange(batch_size) == 5)[:, None].expand(batch_size, 4)\n"
+        "    return Roots(), (x, torch.zeros(batch_size)), lambda outputs, targets: outputs + 0 * targets.mean()\n"
+    )
+    options = ("--cluster", "2xcpu", "--batch", 8, "--stages", 1, "-m", 4, "--out", "roots.json")
+    code, said = meshwright("plan", f"{tmp_path / 'roots.py'}:build", *options)
+    assert code == 0, said
+    code, said = meshwright("run", "roots.json", "--steps", 3)
+    assert code == 1
+    assert "error: The loss of step 1, computed by rank 1, is not finite" in said
+
+
+@pytest.mark.long
+def test_a_loss_that_may_be_not_finite_loses_nothing(meshwright):
+    code, said = meshwright("run", "plan.json", "--steps", 6, "--learning-rate", 1e30, "--allow-nan")
     assert code == 0, said
     assert "The loss is not finite since step" in said
     losses = read_document(RunResult, "run/result.json").losses

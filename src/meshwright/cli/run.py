@@ -298,6 +298,12 @@ def run(
         bool,
         typer.Option("--resume", help="Continue from the newest checkpoint in --checkpoint, up to --steps in total."),
     ] = False,
+    allow_nan: Annotated[
+        bool,
+        typer.Option(
+            "--allow-nan", help="Train on if a loss is not finite (NaN, infinity); by default the run ends with exit 1."
+        ),
+    ] = False,
     offload_folder: Annotated[
         Path | None,
         typer.Option(
@@ -394,6 +400,7 @@ def run(
         checkpoint_every=checkpoint_every,
         offload_folder=str(offload_folder.resolve()) if offload_folder is not None else None,
         resume=resume,
+        allow_nan=allow_nan,
         first_recorded=first_recorded,
         num_recorded_steps=num_recorded,
     )

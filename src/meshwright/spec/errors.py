@@ -106,6 +106,10 @@ class RunError(MeshwrightError):
     """A run that ended early; the message names the rank and shows its own error."""
 
 
+class NotFiniteError(RunError):
+    """A run that ended because a loss was not finite; it concerns all ranks."""
+
+
 class ServingError(MeshwrightError):
     """An inconsistent deployment, or a policy that cannot serve it."""
 

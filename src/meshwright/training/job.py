@@ -6,7 +6,7 @@ their example batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +18,7 @@ from meshwright.capture import Captured, capture_model
 from meshwright.cost.memory import Backend
 from meshwright.runtime import Repair, RepairKind
 from meshwright.spec import (
+    NotFiniteError,
     Optimizer,
     Placement,
     Plan,
@@ -58,7 +59,8 @@ class Job:
     ``clip_norm``: the norm to which gradients are clipped. ``checkpoint``: the folder of checkpoints, written every
     ``checkpoint_every`` steps (0: only at the end); with ``resume`` the run continues from the newest one. ``device``:
     by default that of the plan's cluster. ``compiled``: whether layers are compiled; by default as planned.
-    ``offload_folder``: the folder for optimizer states on drives.
+    ``offload_folder``: the folder for optimizer states on drives. ``allow_nan``: train on if a
+    loss is not finite.
     """
 
     plan: str
@@ -78,6 +80,7 @@ class Job:
     device: Backend | None = None
     compiled: bool | None = None
     offload_folder: str | None = None
+    allow_nan: bool = False
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -261,3 +264,12 @@ def tile(tensor: torch.Tensor, global_batch: int) -> torch.Tensor:
         return tensor
     repeats = -(-global_batch // tensor.shape[0])
     return tensor.repeat(repeats, *[1] * (tensor.ndim - 1))[:global_batch]
+
+
+def not_finite(step: int, ranks: Sequence[int]) -> NotFiniteError:
+    """Return the error of a run in which ``ranks`` computed a loss that is not finite in ``step`` (from 0)."""
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return NotFiniteError(
+        f"The loss of step {step + 1}, computed by {named}, is not finite. Lower the learning rate, clip gradients "
+        "with --clip-norm, or look at the data of that step. With --allow-nan the run goes on."
+    )

@@ -43,6 +43,7 @@ from meshwright.spec import (
     EventSink,
     Graph,
     MeshwrightError,
+    NotFiniteError,
     NullSink,
     Placement,
     Plan,
@@ -334,6 +335,8 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
             what = first["message"].splitlines()[0]
             advice = predict_memory(job.plan, first["rank"])
             return f"Rank {first['rank']} ran out of memory: {what}; the other ranks were ended. {advice}"
+        if first["kind"] == NotFiniteError.__name__:
+            return f"{first['message']} {_start_again(job)}" if job.checkpoint is not None else first["message"]
         detail = f"\n{first['traceback'].rstrip()}" if first["traceback"] else ""
         return f"Rank {first['rank']} failed: {first['message']}{detail}"
     rank = min(failures, key=lambda item: failures[item].timestamp)

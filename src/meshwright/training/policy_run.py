@@ -49,7 +49,16 @@ from meshwright.spec import (
 from meshwright.spec.codec import dump_json
 from meshwright.training.checkpoint import save_state
 from meshwright.training.feed import check_same_batch
-from meshwright.training.job import Job, RunResult, StepFacts, Trained, load_source, make_batches, make_optimizer
+from meshwright.training.job import (
+    Job,
+    RunResult,
+    StepFacts,
+    Trained,
+    load_source,
+    make_batches,
+    make_optimizer,
+    not_finite,
+)
 from meshwright.zoo import ModelSource
 
 
@@ -141,6 +150,11 @@ class PolicyTrainer:
     def decided(self) -> Decided | None:
         """The decisions of the run, on rank 0 after `finish`; else None."""
         return self._decided if self._losses is not None else None
+
+    @property
+    def first_not_finite(self) -> tuple[int, tuple[int, ...]] | None:
+        """After `finish`, the first step (from 0) with a loss that is not finite, and the ranks that computed it."""
+        return self._losses_of.first_not_finite
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -250,6 +264,8 @@ def train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], e
     for inputs, targets in itertools.islice(make_batches(source, plan.workload.global_batch, job.seed), job.num_steps):
         trainer.step(inputs, targets)
     trainer.finish()
+    if trainer.first_not_finite is not None and not job.allow_nan:
+        raise not_finite(*trainer.first_not_finite)
     if job.save_model is not None:
         trainer.save(job.save_model)
     finite = tuple(loss if math.isfinite(loss) else None for loss in trainer.losses)
@@ -365,11 +381,21 @@ class _MicrobatchLosses:
         self._source, self._seed, self._take = source, seed, take
         self._size, self._count = plan.microbatch_size, plan.num_microbatches
         self.computed: dict[int, float] = {}
+        # After `gather`, the first step with a loss that is not finite, and the ranks that computed it.
+        self.first_not_finite: tuple[int, tuple[int, ...]] | None = None
 
     def gather(self, num_steps: int) -> tuple[float, ...]:
         """Return the loss of each step, nan for one that no replica computed. All ranks call it together."""
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, self.computed)
+        odd = [
+            (microbatch // self._count, rank)
+            for rank, computed in enumerate(every)
+            for microbatch, loss in computed.items()
+            if not math.isfinite(loss)
+        ]
+        if odd:
+            self.first_not_finite = min(odd)[0], tuple(rank for step, rank in odd if step == min(odd)[0])
         by_step = defaultdict[int, list[float]](list)
         for microbatch, loss in (item for computed in every for item in computed.items()):
             by_step[microbatch // self._count].append(loss)

@@ -381,6 +381,14 @@ class Trainer:
         """Return the known losses except for the first ``count``."""
         return tuple(self._losses.known[count:]) if self._losses is not None else ()
 
+    def first_not_finite(self) -> tuple[int, tuple[int, ...]]:
+        """Return the first step (from 0) whose loss is not finite, and the ranks that computed it.
+
+        All ranks call it together, after such a loss is known.
+        """
+        assert self._losses is not None, "what trains has losses"
+        return self._losses.first_not_finite()
+
     def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
         """Return the bytes that this rank holds before a step on a batch: state, gradient buckets, its microbatches."""
         session = self._session
@@ -505,10 +513,21 @@ class Losses:
         # Each process of a team has the loss, or a part of it; and all of them count a microbatch.
         self._loss_share, self._share = session.model.loss_share, 1.0 / session.grid.width
         self._device = session.device
-        self._under_way: tuple[int, torch.Tensor, dist.Work] | None = None
+        # The step of the all-reduce in progress, its sums, this rank's part of them, and the work.
+        self._under_way: tuple[int, torch.Tensor, torch.Tensor, dist.Work] | None = None
         # Sum of the losses, and number of microbatches, of batches that have run only in part.
         self._partial: dict[int, tuple[float, int]] = {}
         self.known: list[float] = []
+        self._first_own_not_finite = math.inf
+
+    def first_not_finite(self) -> tuple[int, tuple[int, ...]]:
+        """Return the first step in which a rank's part of the loss was not finite, and these ranks.
+
+        All ranks call it together, after such a loss is known.
+        """
+        every: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(every, self._first_own_not_finite)
+        return int(min(every)), tuple(rank for rank, step in enumerate(every) if step == min(every))
 
     def add(self, step: int, outputs: dict[int, list[Output]], num_microbatches: int | None = None) -> None:
         """Add the losses that this rank made in a step, also those of earlier batches. All ranks call it together.
@@ -522,9 +541,10 @@ class Losses:
             sums[made - step - 1, 0] += self._loss_share * loss
             sums[made - step - 1, 1] += self._share
         self._take()
+        own = sums.clone()
         work = dist.all_reduce(sums, async_op=True)
         assert work is not None, "every rank takes part"
-        self._under_way = step, sums, work
+        self._under_way = step, sums, own, work
         if self._window == 1:
             self._take()
 
@@ -535,11 +555,13 @@ class Losses:
     def _take(self) -> None:
         if self._under_way is None:
             return
-        step, sums, work = self._under_way
+        step, sums, own, work = self._under_way
         self._under_way = None
         work.wait()
         for place, (total, count) in enumerate(sums.tolist()):
             made = step - self._window + 1 + place
+            if not math.isfinite(total) and not math.isfinite(own[place, 0]):
+                self._first_own_not_finite = min(self._first_own_not_finite, made)
             before = self._partial.get(made, (0.0, 0))
             if count:
                 self._partial[made] = before[0] + total, before[1] + round(count)

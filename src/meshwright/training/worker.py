@@ -61,6 +61,7 @@ from meshwright.training.job import (
     load_source,
     make_batches,
     make_optimizer,
+    not_finite,
     write_results,
 )
 from meshwright.training.policy_run import train_by_policy
@@ -412,14 +413,15 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+        new = _new_losses(trainer, job, known)
+        known += len(new)
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]
-            new = trainer.losses_since(known)
-            known += len(new)
             report(StepFacts(step + 1, new, done + known, per_s))
         if job.checkpoint is not None and _is_due(step + 1, job):
             trainer.save_checkpoint(job.checkpoint)
     trainer.finish()
+    _new_losses(trainer, job, known)
     timeline = trainer.timeline()
     if job.save_model is not None:
         trainer.save(job.save_model)
@@ -434,6 +436,14 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
         compiled=compiled,
     )
     return Trained(result, text)
+
+
+def _new_losses(trainer: Trainer, job: Job, num_known: int) -> tuple[float, ...]:
+    """The losses that have become known. Raises NotFiniteError if one is not finite, on all ranks, unless allowed."""
+    new = trainer.losses_since(num_known)
+    if not (job.allow_nan or all(map(math.isfinite, new))):
+        raise not_finite(*trainer.first_not_finite())
+    return new
 
 
 def gather_compiled(trainer: Trainer) -> CompiledLayers | None:
