@@ -313,19 +313,21 @@ def _start_again(job: Job) -> str:
 
 def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> str:
     """One paragraph: the rank that failed first, how, and its own error."""
-    # The agent notices failures before it ends the other ranks, so a SIGTERM came from elsewhere.
-    killed = [rank for rank, item in failures.items() if item.exitcode < 0]
+    killed = [rank for rank, item in failures.items() if item.exitcode < 0 and item.exitcode != -signal.SIGTERM]
+    # The agent ends the others by SIGTERM when it has noticed failures, and lists the ranks in the order of both.
+    ended = [rank for rank, item in failures.items() if item.exitcode == -signal.SIGTERM]
     reports = []
     for rank in failures:
         path = error_file(scratch, rank)
         if path.exists():
             reports.append(json.loads(path.read_text()))
+    if ended and len(ended) + sum(_is_connection_error(report["message"]) for report in reports) == len(failures):
+        hint = "another program ended it, such as a scheduler of jobs or the host's shutdown"
+        return f"Rank {ended[0]} was killed by SIGTERM ({hint}); the other ranks were ended. {_start_again(job)}"
     if killed:
         rank = min(killed, key=lambda item: failures[item].timestamp)
         name = signal.Signals(-failures[rank].exitcode).name
         advice, hint = _start_again(job), ""
-        if name == "SIGTERM":
-            hint = " (often a scheduler of jobs or the host's shutdown)"
         if name == "SIGKILL":
             hint, advice = " (often the host ran out of memory)", f"{predict_memory(job.plan, rank)} {advice}"
         return f"Rank {rank} was killed by {name}{hint}; the other ranks were ended. {advice}"
