@@ -356,9 +356,10 @@ def test_ranks_that_do_not_fit_the_controller_are_refused(num_ranks, deciding):
         run_controlled(CASES["backup"], None, rank=0, num_ranks=num_ranks, store=None, deciding=deciding)
 
 
-def test_a_limit_that_is_not_above_zero_is_refused():
-    with pytest.raises(ProgramError, match="death_after_s is 0; expected a number of seconds above 0"):
-        run_controlled(CASES["backup"], None, rank=0, num_ranks=4, store=None, death_after_s=0)
+@pytest.mark.parametrize("name", ["timeout_s", "death_after_s"])
+def test_a_limit_that_is_not_above_zero_is_refused(name):
+    with pytest.raises(ProgramError, match=f"{name} is 0; expected a number of seconds above 0"):
+        run_controlled(CASES["backup"], None, rank=0, num_ranks=4, store=None, **{name: 0})
 
 
 SCATTER = ReduceScatter(stage=0, bucket=0, num_bytes=4)

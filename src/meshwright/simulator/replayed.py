@@ -187,6 +187,8 @@ def _starts(
         waited = sorted(ends[handle] for handle in item.waits)
         need = len(waited) if item.issue.need is None else item.issue.need
         start_ps.append(max(from_ps, free_ps[item.stream], waited[need - 1] if need else 0))
+        if item.handle in lost:
+            ends[item.handle] = max(ends[item.handle], start_ps[-1])
         free_ps[item.stream] = ends[item.handle]
     for handles in collectives:
         latest_ps = max(start_ps[handle] for handle in handles)

@@ -148,8 +148,9 @@ def run_controlled(
             f"{num_ranks} ranks take part, and rank {deciding} decides; the controller uses {uses} ranks. Expected as "
             "many ranks, one of which decides."
         )
-    if not death_after_s > 0:
-        raise ProgramError(f"death_after_s is {death_after_s!r}; expected a number of seconds above 0.")
+    for name, limit_s in (("timeout_s", timeout_s), ("death_after_s", death_after_s)):
+        if not limit_s > 0:
+            raise ProgramError(f"{name} is {limit_s!r}; expected a number of seconds above 0.")
     streams = _RankStreams(actor, rank, store, timeout_s)
     streams.start()
     if rank == deciding:
