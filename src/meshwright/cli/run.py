@@ -30,6 +30,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.plan_files import read_plan
 from meshwright.spec.scenario import load_scenarios
+from meshwright.spec.units import Seconds
 
 if TYPE_CHECKING:
     from meshwright.emulation import Emulated
@@ -88,8 +89,9 @@ def check_options(given: Sequence[str]) -> None:
         raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give --measurements, too.")
     if "--scenario" in given and "--emulate" not in given:
         raise typer.BadParameter("--scenario changes an emulated cluster: give --emulate CLUSTER, too.")
-    if "--checkpoint" not in given and ("--resume" in given or "--checkpoint-every" in given):
-        raise typer.BadParameter("--resume and --checkpoint-every need a folder: give --checkpoint FOLDER, too.")
+    needing = [name for name in given if name == "--resume" or name.startswith("--checkpoint-")]
+    if "--checkpoint" not in given and needing:
+        raise typer.BadParameter(f"{' and '.join(needing)} needs a folder: give --checkpoint FOLDER, too.")
 
 
 def print_dry_run(job: Job, process: int, as_json: bool) -> None:
@@ -164,6 +166,26 @@ def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
             f"--record {given}: expected a step of 1 to {num_steps}, or two with a dash, such as 3-5."
         )
     return int(first) - 1, int(last) - int(first) + 1
+
+
+def saving_options(every: str, mttf: str | None) -> tuple[int | None, float | None]:
+    """Return the steps between checkpoints, None for auto, and the mean time between failures in seconds (None: usual).
+
+    Raises BadParameter for invalid texts.
+    """
+    if every != "auto" and not every.isdecimal():
+        raise typer.BadParameter(f"--checkpoint-every {every}: expected a number of steps, 0 or more, or auto.")
+    if mttf is None:
+        return (None if every == "auto" else int(every)), None
+    if every != "auto":
+        raise typer.BadParameter("--mttf sets how often --checkpoint-every auto saves: give both, or leave --mttf out.")
+    try:
+        found = float(Seconds.decode_scalar(mttf))
+    except ValueError as error:
+        raise typer.BadParameter(f"--mttf: {error}.") from None
+    if not found:
+        raise typer.BadParameter(f"--mttf {mttf}: expected a time above 0.")
+    return None, found
 
 
 def judge(job: Job, result: RunResult, measurements: Path | None, emulated: Emulated | None) -> Outcome | None:
@@ -250,6 +272,8 @@ def print_result(
         print_tables(f"The loss is not finite since step {since}: lower the learning rate, or clip with --clip-norm.")
     if result.compiled is not None:
         print_tables(*result.compiled.explain())
+    if result.saving:
+        print_tables(result.saving)
     print_tables(*(outcome.explain() if outcome is not None else ()), f"timeline written to {result.timeline}")
     if result.decisions:
         counted = ", ".join(f"{count:,} {name}" for name, count in result.gradients.items())
@@ -293,7 +317,24 @@ def run(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints: at the end, and every --checkpoint-every steps.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.", min=0)] = 0,
+    checkpoint_every: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Steps between checkpoints; 0: only at the end; auto: as often as pays, by measured costs and --mttf.",
+        ),
+    ] = "0",
+    mttf: Annotated[
+        str | None,
+        typer.Option(
+            help='Mean time between failures of the run, as "8 h", for --checkpoint-every auto; by default that of '
+            "Llama 3's training, by the number of devices."
+        ),
+    ] = None,
+    checkpoint_keep: Annotated[int, typer.Option(help="The number of newest checkpoints to keep.", min=1)] = 2,
+    checkpoint_keep_every: Annotated[
+        int, typer.Option(help="Also keep the checkpoints of a multiple of this number of steps; 0: no others.", min=0)
+    ] = 0,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue from the newest checkpoint in --checkpoint, up to --steps in total."),
@@ -304,6 +345,14 @@ def run(
             "--allow-nan", help="Train on if a loss is not finite (NaN, infinity); by default the run ends with exit 1."
         ),
     ] = False,
+    hang_after: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds without progress after which a rank hangs and the run ends; 0: no limit. By default 10 times "
+            "the slowest step, at least 30 s.",
+            min=0.0,
+        ),
+    ] = None,
     offload_folder: Annotated[
         Path | None,
         typer.Option(
@@ -379,6 +428,7 @@ def run(
     )
 
     first_recorded, num_recorded = recorded_steps(record, steps)
+    save_every, mttf_s = saving_options(checkpoint_every, mttf)
     check_options(given_options(call))
     if learning_rate is not None and not 0 < learning_rate < math.inf:
         raise typer.BadParameter(f"--learning-rate {learning_rate:g} is not a positive number; give one above 0.")
@@ -397,10 +447,15 @@ def run(
         compiled=compiled,
         save_model=str(save_model.resolve()) if save_model is not None else None,
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else None,
-        checkpoint_every=checkpoint_every,
+        checkpoint_every=save_every or 0,
+        checkpoint_auto=save_every is None,
+        mttf_s=mttf_s,
+        checkpoint_keep=checkpoint_keep,
+        checkpoint_keep_every=checkpoint_keep_every,
         offload_folder=str(offload_folder.resolve()) if offload_folder is not None else None,
         resume=resume,
         allow_nan=allow_nan,
+        hang_after_s=hang_after,
         first_recorded=first_recorded,
         num_recorded_steps=num_recorded,
     )

@@ -16,6 +16,7 @@ fully_sharded    replicas that shard gradients and parameters (ZeRO 2, 3); `rang
 transport        point-to-point transfers and collectives; `stage_layouts` gives the tensors of each transfer
 gradient_reduction  buckets of gradients
 prefetch         prefetched inputs
+position         what a rank does, for the thread that watches it
 devices          the devices of ranks: CUDA GPUs or CPUs
 controlled       runs controllers on real events
 replica_broadcast  broadcasts of initial weights, and of the buffers of replicas
@@ -29,6 +30,7 @@ from meshwright.runtime.offload import check_folder, check_host, choose_folder
 from meshwright.runtime.opening import open_session
 from meshwright.runtime.optimizer_steps import REPAIRS, Repair, RepairKind, check_repair, with_clipping
 from meshwright.runtime.overhead import measure_overhead
+from meshwright.runtime.position import Phase, Position
 from meshwright.runtime.precisions import autocast_type, check_precision
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
@@ -44,6 +46,8 @@ __all__ = [
     "OptimizerArgument",
     "Output",
     "Outputs",
+    "Phase",
+    "Position",
     "ProcessPeak",
     "RankProgram",
     "Recorder",

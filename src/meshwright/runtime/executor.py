@@ -22,6 +22,7 @@ from meshwright.runtime.bucket_sums import BucketSums
 from meshwright.runtime.gradient_reduction import Exchange
 from meshwright.runtime.offload import Hosting
 from meshwright.runtime.optimizer_steps import LossScale
+from meshwright.runtime.position import Position
 from meshwright.runtime.prefetch import Coming
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
 from meshwright.runtime.rank_program import Computed, IssuedInstruction, RankProgram, SectionName
@@ -221,12 +222,14 @@ class Executor:
         agreements: Mapping[int, AgreedNumber] = MappingProxyType({}),
         scale: LossScale | None = None,
         hosting: Hosting | None = None,
+        position: Position | None = None,
     ) -> None:
+        self._position = position or Position()
         self._num_microbatches = num_microbatches
         self._loss_scale = loss_scale
         self._stages = {stage.index: stage for stage in stages}
         self._runners = {stage.index: runner for stage, runner in zip(stages, runners, strict=True)}
-        self._pending = Pending(recorder)
+        self._pending = Pending(recorder, self._position)
         self._messages = Messages(
             self._stages, transport, layouts, self._pending, bound_gradient_sends=bound_gradient_sends
         )
@@ -247,7 +250,7 @@ class Executor:
         self._computations = {name: self._bind_all(program) for name, program in rank_programs.items()}
         self._rank_programs = rank_programs
         self._visit = Visit("body", 0, 0)
-        self._position = 0
+        self._place = 0
         self._reached = 0
         self._batches: dict[int, Mapping[int, Inputs]] = {}
         self._outputs: dict[int, torch.Tensor] = {}
@@ -273,7 +276,8 @@ class Executor:
 
     def begin(self, visit: Visit) -> None:
         """Start a section, and issue its instructions without dependencies."""
-        self._visit, self._position = visit, 0
+        self._visit, self._place = visit, 0
+        self._position.begin(self._rank_programs, visit.section)
         self._pending.begin(visit.place, visit.section)
         if self._hosting is not None:
             for index, work in self._hosting.begin(self._rank_programs[visit.section].beside).items():
@@ -286,15 +290,15 @@ class Executor:
         saved = read_generator(self._device) if self._draws_random else None
         computations = self._computations[self._visit.section]
         on = self._visit.microbatches_on
-        while self._position < len(computations):
-            bound = computations[self._position]
+        while self._place < len(computations):
+            bound = computations[self._place]
             if end is not None and bound.microbatch >= 0 and bound.microbatch + on >= end:
                 break
             self._run(bound)
-            self._position += 1
+            self._place += 1
         if saved is not None:
             write_generator(self._device, saved)
-        return self._position == len(computations)
+        return self._place == len(computations)
 
     def settle(self, place: int | None = None) -> None:
         """Wait for all issued works, or for those of runs of sections up to ``place`` (`Visit.place`)."""
@@ -376,6 +380,8 @@ class Executor:
 
     def _run(self, bound: _Bound) -> None:
         item, place = bound.item, self._visit.place
+        self._position.instruction = item.index
+        self._position.count += 1
         if self._hosting is not None:
             self._complete_gradients(item, place)
         for index in item.awaits:

@@ -96,6 +96,9 @@ class Model(Protocol):
     def alike(self, tensor: int) -> int:
         """Return the number of processes of a team that hold the same shard of a tensor."""
 
+    def own_indices(self, tensor: int) -> list[torch.Tensor]:
+        """Return, for each dim of a whole parameter or buffer, the indices that this process has."""
+
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
         """Return the whole tensor; ``shares`` are the shards of the team's processes in order."""
 
@@ -150,6 +153,10 @@ class WholeModel:
     def alike(self, tensor: int) -> int:  # noqa: ARG002 - nothing is split
         """Return 1: the team has one process."""
         return 1
+
+    def own_indices(self, tensor: int) -> list[torch.Tensor]:
+        """Return all indices of each dim: ops are not split."""
+        return [torch.arange(extent.at(0)) for extent in self.graph.tensors[tensor].shape]
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:  # noqa: ARG002 - one of its kind
         """Return the only shard, which is the whole tensor."""

@@ -63,6 +63,7 @@ from meshwright.runtime.optimizer_steps import (
     find_staleness,
     with_clipping,
 )
+from meshwright.runtime.position import Position
 from meshwright.runtime.precisions import Masters, autocast_type, check_precision, set_gradient_types
 from meshwright.runtime.rank_program import RankProgram, SectionName
 from meshwright.runtime.recorder import Recorder
@@ -181,6 +182,7 @@ def open_session(
     device: torch.device | None = None,
     events: EventSink | None = None,
     offload_folder: Path | None = None,
+    position: Position | None = None,
 ) -> Session:
     """Return a session in which this rank can execute ``plan``. All ranks of the process group call it together.
 
@@ -188,11 +190,11 @@ def open_session(
     rank's stages. ``run_seed``: the seed of random ops (`random_state`). ``repair``: the remedy for stale gradients of
     an asynchronous plan. ``clip_norm``: the largest norm of all gradients together (None: no clipping). ``device``: the
     device to compute on; by default that of the plan's cluster, and the process group is joined. ``events`` receives
-    the progress of compiling. ``offload_folder``: the folder for states on drives, by default that of temporary files.
-    A plan in ``mixed`` or ``bfloat16`` is for the graph of the cast model (`training.precision`). Raises PlanError if
-    the plan does not match the graph, these arguments or the number of processes, if it splits ops that cannot be
-    sharded, or separates ops that write to the same memory. Raises RunError if a host lacks GPUs
-    or memory, or if ranks run different versions.
+    the progress of compiling. ``offload_folder``: the folder for states on drives, by default that of temporary
+    files. ``position`` follows the instructions. A plan in ``mixed`` or ``bfloat16`` is for the graph of the cast
+    model (`training.precision`). Raises PlanError if the plan does not match the graph, these arguments or the
+    number of processes, if it splits ops that cannot be sharded, or separates ops that write to the same memory.
+    Raises RunError if a host lacks GPUs or memory, or if ranks run different versions.
     """
     check_repair(plan, repair)
     plan = with_clipping(plan, clip_norm)
@@ -257,6 +259,7 @@ def open_session(
             agreements={item.index: item for item in (scale, clip) if item is not None},
             scale=scale,
             hosting=hosting,
+            position=position,
         )
 
     def make_shorter(count: int) -> Steps:

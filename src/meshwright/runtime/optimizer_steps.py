@@ -260,7 +260,8 @@ class ShardedBucket(BucketBuffer):
     """A bucket of which this rank updates shard number ``place`` of ``count``.
 
     ``values``: the flat buffer of all its parameters. ``own_values`` and ``own_gradients``: this rank's shard.
-    ``pieces``: by tensor id, the slices of parameters in the shard, as parameters for the optimizer.
+    ``pieces``: by tensor id, the slices of parameters in the shard, as parameters for the optimizer. ``starts``: the
+    first element of each slice within its parameter.
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], place: int, count: int) -> None:
@@ -272,16 +273,20 @@ class ShardedBucket(BucketBuffer):
         # Sums overwrite this rank's gradients: NCCL allows that, and gloo sums in memory of its own.
         self.own_gradients = self.flat.narrow(0, place * size, size)
         self.pieces: dict[int, torch.nn.Parameter] = {}
+        self.starts: dict[int, int] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         sizes = [parameter.numel() for parameter in parameters]
         whole = self.values[: sum(sizes)].split(sizes)
+        begin = 0
         for tensor, parameter, value, own in zip(
             bucket.parameters, parameters, whole, cut_pieces(sizes, place, count), strict=True
         ):
+            start, begin = begin, begin + len(value)
             value.copy_(parameter.detach().reshape(-1))
             parameter.data = value.view(parameter.shape)
             if own:
                 self.pieces[tensor] = torch.nn.Parameter(self.own_values[own.start : own.stop])
+                self.starts[tensor] = place * size + own.start - start
                 set_gradient_type(self.pieces[tensor], self.flat.dtype)
                 self._gradients[tensor] = self.own_gradients[own.start : own.stop]
 
@@ -312,6 +317,11 @@ class ShardedBuckets(BucketExchange):
     def to_sum(self, part: int) -> torch.Tensor:
         """Return this process's shard of a bucket's gradients, which groups of replicas sum with each other."""
         return self.sharded[part].own_gradients
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """The first element, within its parameter, of each slice that this rank updates, by tensor id."""
+        return {tensor: start for bucket in self.sharded.values() for tensor, start in bucket.starts.items()}
 
     def pieces(self, parameters: dict[int, torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
         """Return the tensors that this rank updates, by tensor id: its slices of parameters, and those in no bucket."""

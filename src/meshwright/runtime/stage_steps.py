@@ -92,6 +92,13 @@ class StageSteps:
         """The master weights that the optimizer updates instead of parameters."""
         return [*self._masters.masters.values()]
 
+    @property
+    def optimized(self) -> list[int]:
+        """The tensor ids of the optimizer's parameters, in the order of its ``state_dict``."""
+        ids = {id(item): tensor for tensor, item in self._masters.updated.items()}
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return [ids[id(item)] for group in groups for item in group["params"]]
+
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, with the keys optimizer, num_updates (by stage), masters and scale.
 

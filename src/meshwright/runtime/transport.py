@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.position import Position
 from meshwright.runtime.rank_program import SectionName
 from meshwright.runtime.recorder import Moment, Recorder
 from meshwright.runtime.teams.grid import TeamPosition
@@ -77,10 +78,11 @@ class Pending:
     """The works that are issued and not yet waited for, by instruction.
 
     ``place`` numbers the runs of sections. Each instruction is waited for once, and its span is recorded then.
+    ``position`` receives the instruction that is waited for.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, position: Position) -> None:
+        self._recorder, self._position = recorder, position
         self._works: dict[Key, tuple[Sequence[Work], Moment]] = {}
         self._sections: dict[int, SectionName] = {}
 
@@ -104,8 +106,12 @@ class Pending:
         """Wait for the works of an instruction; return at once if they were waited for before."""
         if key in self._works:
             works, start = self._works.pop(key)
+            self._position.awaited = key.instruction
+            start_s = time.monotonic()
             for work in works:
                 work.wait()
+            self._position.waited_s += time.monotonic() - start_s
+            self._position.awaited = -1
             if self._recorder.active:
                 # Some works record themselves when they were done.
                 known = next((work.span for work in works if isinstance(work, Timed)), None)

@@ -1,11 +1,17 @@
-"""Checkpoints of a training run: the state of every process, from which the same plan can continue.
+"""Checkpoints of a training run, from which any plan of the same model can continue.
 
-    folder/step-00000020/meta.json        plan, processes, steps
-                        /process-3.pt     parameters, buffers and optimizer states of process 3, or its shards of them
+    folder/step-00000020/manifest.json            steps, seed, settings, and the SHA-256 of each file
+                        /process-3.safetensors    the tensors that process 3 writes, and its numbers in the header
+                        /process-3-1.safetensors  further boxes of the same tensors, if it has several
 
-All processes write into a temporary folder, which is renamed when all are done, so that interrupted checkpoints are
-never loaded. Files contain tensors and plain values, and are loaded with ``weights_only``. On several nodes the folder
-must be on a shared file system.
+`sharded_state` says which tensors those are. The files have the format of sharded safetensors that
+torch.distributed.checkpoint reads (`HuggingFaceStorageReader`); it copies what each process needs, whatever plan wrote
+it. Nothing is unpickled.
+
+`Checkpoints` writes in the background: a step waits only until the state is copied. Boxes that several processes hold
+are written by one of them. Each process writes to a temporary folder; when all are done, process 0 adds the manifest
+and renames the folder, so that an interrupted checkpoint is never loaded. On several nodes the folder must be on a
+shared file system.
 
 `gather_state` gathers the whole model's state from the ranks that hold its parts, and `save_state` writes it.
 """
@@ -13,43 +19,64 @@ must be on a shared file system.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import os
 import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from meshwright.runtime import Session
-from meshwright.runtime.fully_sharded import own_part
 from meshwright.spec import (
     DocumentError,
+    MeshwrightError,
     Placement,
     Plan,
     RunError,
     content_hash,
+    format_bytes,
     read_document,
     slice_stages,
     write_document,
 )
 from meshwright.spec.made_with import UNKNOWN
+from meshwright.training.sharded_state import Box, Facts, Part, Wanted, take_apart
 
 _NAME = re.compile(r"step-(\d{8,})")
-_META = "meta.json"
+_MANIFEST = "manifest.json"
+_SUFFIX = ".safetensors"
+# Keys in the header of a file: the first two are those of torch.distributed.checkpoint.
+_OFFSETS, _VERSION, _FACTS = "DCP_SHARDING_INFO", "DCP_VERSION", "meshwright"
+_POLL_S = 0.01
+# Runs of a process, in the order of their first checkpoints, which is the same on all processes.
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointMeta:
-    """The file ``meta.json`` of a checkpoint: which run it belongs to, and after how many steps.
+class CheckpointManifest:
+    """The file ``manifest.json`` of a checkpoint: which run it belongs to, and after how many steps.
 
-    ``settings``: pairs of name and value that a run must have to continue. ``sums``: SHA-256 of each process's file.
+    ``plan_hash`` and ``num_processes``: of the plan that wrote it. ``settings``: pairs of name and value that a run
+    must have to continue. ``sums``: pairs of a file's name and its SHA-256.
     """
 
     plan_hash: str
@@ -57,9 +84,9 @@ class CheckpointMeta:
     num_steps: int
     run_seed: int
     settings: tuple[tuple[str, str], ...] = ()
-    sums: tuple[str, ...] = ()
+    sums: tuple[tuple[str, str], ...] = ()
 
-    SCHEMA_VERSION: ClassVar[int] = 1
+    SCHEMA_VERSION: ClassVar[int] = 2
 
 
 def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
@@ -126,7 +153,7 @@ def _owners(session: Session) -> dict[int, tuple[int, ...]]:
 def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
     """Write a state dict with torch.save, completely or not at all (by renaming a temporary file).
 
-    Raises DocumentError if the folder cannot be written to.
+    Raises DocumentError if the folder cannot be written to, or lacks room.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,126 +164,334 @@ def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
     try:
         torch.save(state, temporary)
         Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def save_checkpoint(
-    session: Session, folder: Path, num_steps: int, run_seed: int, settings: Mapping[str, str], keep: int
-) -> Path:
-    """Write a checkpoint after ``num_steps`` steps; return its folder. All processes call it together.
-
-    Older checkpoints in ``folder`` are removed, except for the newest ``keep`` in all. No work may be in progress
-    (`Session.finish`). Raises RunError on all processes if one of them cannot write, or if the folder holds a
-    checkpoint of more steps, which belongs to another run.
-    """
-    _refuse_others(folder, num_steps)
-    name = f"step-{num_steps:08d}"
-    beside = folder / _agree(f".{name}.{secrets.token_hex(4)}")
-    error, own_sum = "", ""
-    try:
-        beside.mkdir(parents=True, exist_ok=True)
-        torch.save(_own_state(session), beside / f"process-{session.rank}.pt")
-        own_sum = _sum_of(beside / f"process-{session.rank}.pt")
-    except (OSError, RuntimeError) as problem:
+    except (OSError, RuntimeError) as error:
         # torch's writer reports a full disk as a RuntimeError.
-        error = f"{folder}: process {session.rank} cannot write a checkpoint to this folder ({problem})."
-    errors = [found for found in _gather(error) if found]
-    sums = tuple(_gather(own_sum))
-    if session.rank == 0 and not errors:
-        meta = CheckpointMeta(
-            plan_hash=_hash_of(session.plan),
-            num_processes=dist.get_world_size(),
-            num_steps=num_steps,
-            run_seed=run_seed,
-            settings=tuple(settings.items()),
-            sums=sums,
+        raise DocumentError(
+            f"{path}: cannot be written ({error}). Choose a folder with room for {format_bytes(_size_of(state))}."
+        ) from None
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _size_of(state: Mapping[str, torch.Tensor]) -> int:
+    return sum(item.nbytes for item in state.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The checkpoints to keep: the newest ``newest``, and those of a multiple of ``every`` steps (0: no others)."""
+
+    newest: int = 2
+    every: int = 0
+
+
+class Checkpoints:
+    """Writes the checkpoints of a session, one at a time. All processes make the same calls together.
+
+    ``settings``: pairs that a run must have to continue. ``write_s``: the seconds for which the last one was written.
+    """
+
+    def __init__(self, session: Session, run_seed: int, settings: Mapping[str, str]) -> None:
+        self._session, self._run_seed, self._settings = session, run_seed, settings
+        self._store = PrefixStore(
+            f"meshwright/checkpoints/{next(_NUMBERS)}", dist.distributed_c10d._get_default_store()
         )
+        self._numbers = itertools.count()
+        # What each process writes depends only on what all hold.
+        self._held: list[list[tuple[str, Box]]] = []
+        self._own: set[tuple[str, Box]] = set()
+        self._copies: dict[tuple[str, Box], torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error, self.write_s = "", 0.0
+
+    def save(self, folder: Path, num_steps: int, keep: Rule) -> Path:
+        """Copy the state, and start to write it as the checkpoint after ``num_steps`` steps; return its folder.
+
+        Waits for the checkpoint before. No work may be in progress (`Session.finish`). Raises RunError on all processes
+        if the folder cannot be written to, if the checkpoint before failed, or if the folder holds a checkpoint of more
+        steps, which belongs to another run.
+        """
+        self.wait()
+        _refuse_others(folder, num_steps)
+        name = f"step-{num_steps:08d}"
+        beside = folder / agree(f".{name}.{secrets.token_hex(4)}")
+        error = ""
         try:
-            write_document(meta, beside / _META)
-            shutil.rmtree(folder / name, ignore_errors=True)
-            beside.rename(folder / name)
-            _drop_old(folder, keep)
-        except (OSError, DocumentError) as problem:
-            error = f"{folder}: a checkpoint cannot be written to this folder ({problem})."
-    errors = errors or [found for found in _gather(error) if found]
-    if errors:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise RunError(f"{errors[0]} Choose a folder that all processes can write to, with room for their states.")
-    return folder / name
+            beside.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            error = _cannot_write(folder, problem)
+        parts, facts = take_apart(self._session)
+        self._raise_first(error, parts)
+        copies = self._copy([part for part in parts if (part.name, part.box) in self._own])
+        arguments = next(self._numbers), folder, beside, folder / name, copies, facts, num_steps, keep
+        self._thread = threading.Thread(target=self._write, args=arguments, name="meshwright-checkpoint", daemon=True)
+        self._thread.start()
+        return folder / name
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete. Raises RunError on all processes if it failed."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        errors = [found for found in _gather(self._error) if found]
+        self._error = ""
+        if errors:
+            raise RunError(errors[0])
+
+    def _raise_first(self, error: str, parts: Sequence[Part]) -> None:
+        """Tell all processes about an error, and which boxes this one holds; then choose those that it writes."""
+        held = [(part.name, part.box) for part in parts]
+        rank = self._session.rank
+        is_known = bool(self._held) and held == self._held[rank]
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (error, is_known))
+        if errors := [found for found, _ in told if found]:
+            raise RunError(errors[0])
+        if not all(known for _, known in told):
+            self._held = [[] for _ in told]
+            dist.all_gather_object(self._held, held)
+            self._own = _share_work(self._held)[rank]
+            self._copies = {}
+
+    def _copy(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts in host memory, which is used again by the next checkpoint."""
+        found = []
+        for part in parts:
+            key = part.name, part.box
+            if key not in self._copies:
+                is_pinned = part.value.device.type == "cuda"
+                self._copies[key] = torch.empty(part.value.shape, dtype=part.value.dtype, pin_memory=is_pinned)
+            self._copies[key].copy_(part.value, non_blocking=True)
+            found.append(replace(part, value=self._copies[key]))
+        if self._session.device.type == "cuda":
+            torch.cuda.synchronize(self._session.device)
+        return found
+
+    def _write(
+        self,
+        number: int,
+        folder: Path,
+        beside: Path,
+        target: Path,
+        parts: Sequence[Part],
+        facts: Facts,
+        num_steps: int,
+        keep: Rule,
+    ) -> None:
+        """Write this process's files; on process 0 also wait for the others, and complete the checkpoint."""
+        sums, error, start = {}, "", time.monotonic()
+        try:
+            sums = _write_files(beside, self._session.rank, parts, facts)
+        except Exception as problem:
+            error = _cannot_write(folder, problem, self._session.rank)
+        every = self._tell(number, sums, error)
+        if self._session.rank == 0:
+            error = next((found["error"] for found in every if found["error"]), "")
+            if not error:
+                manifest = CheckpointManifest(
+                    plan_hash=_hash_of(self._session.plan),
+                    num_processes=dist.get_world_size(),
+                    num_steps=num_steps,
+                    run_seed=self._run_seed,
+                    settings=tuple(self._settings.items()),
+                    sums=tuple((name, value) for found in every for name, value in found["sums"].items()),
+                )
+                try:
+                    write_document(manifest, beside / _MANIFEST)
+                    _sync(beside)
+                    shutil.rmtree(target, ignore_errors=True)
+                    beside.rename(target)
+                    _sync(folder)
+                    _drop_old(folder, keep)
+                except (OSError, DocumentError) as problem:
+                    error = _cannot_write(folder, problem)
+            if error:
+                shutil.rmtree(beside, ignore_errors=True)
+        self._error, self.write_s = error, time.monotonic() - start
+
+    def _tell(self, number: int, sums: Mapping[str, str], error: str) -> list[dict[str, Any]]:
+        """Tell process 0 that this one has written its files; there, wait for all."""
+        own = {"sums": sums, "error": error}
+        names = [f"{number}/{rank}" for rank in range(dist.get_world_size())]
+        self._store.set(names[self._session.rank], json.dumps(own))
+        if self._session.rank:
+            return []
+        # A wait would block the other users of the store.
+        while not self._store.check(names):
+            time.sleep(_POLL_S)
+        return [json.loads(self._store.get(name)) for name in names]
+
+
+def _cannot_write(folder: Path, problem: Exception, rank: int = 0) -> str:
+    said = " ".join(str(problem).split()) or type(problem).__name__
+    return (
+        f"{folder}: process {rank} cannot write a checkpoint to this folder ({said}); checkpoints before it are "
+        "complete. Choose a folder that all processes can write to, with room for their states."
+    )
+
+
+def _share_work(held: Sequence[Sequence[tuple[str, Box]]]) -> list[set[tuple[str, Box]]]:
+    """The boxes that each process writes: those that several have go to the one with the least so far."""
+    holders = defaultdict(list)
+    for rank, boxes in enumerate(held):
+        for key in boxes:
+            holders[key].append(rank)
+    own: list[set[tuple[str, Box]]] = [set() for _ in held]
+    loads = [0] * len(held)
+    for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        least = min(ranks, key=lambda rank: loads[rank])
+        own[least].add(key)
+        loads[least] += max(1, int(torch.Size(key[1].sizes).numel()))
+    return own
+
+
+def _write_files(folder: Path, rank: int, parts: Sequence[Part], facts: Facts) -> dict[str, str]:
+    """Write parts and facts; return the SHA-256 of each file. A file has at most one box of a tensor."""
+    from safetensors.torch import save_file  # noqa: PLC0415 - only runs with checkpoints need it
+
+    files: list[dict[str, Part]] = [{}]
+    counts: defaultdict[str, int] = defaultdict(int)
+    for part in parts:
+        place = counts[part.name]
+        counts[part.name] += 1
+        if place == len(files):
+            files.append({})
+        files[place][part.name] = part
+    sums = {}
+    for place, held in enumerate(files):
+        path = folder / f"process-{rank}{f'-{place}' if place else ''}{_SUFFIX}"
+        offsets = {name: {"saved_offsets": list(part.box.offsets)} for name, part in held.items()}
+        header = {"format": "pt", _VERSION: "1.0", _OFFSETS: json.dumps(offsets)}
+        if not place:
+            header[_FACTS] = json.dumps(asdict(facts))
+        save_file({name: part.value for name, part in held.items()}, path, header)
+        _sync(path)
+        sums[path.name] = _sum_of(path)
+    return sums
+
+
+def _sync(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the drive."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Mapping[str, str]) -> int:
-    """Load the newest checkpoint of a folder; return its number of steps. All processes call it together.
+    """Load the newest undamaged checkpoint of a folder; return its number of steps. All processes call it together.
 
-    Raises RunError if the folder has no checkpoint, if its files are damaged, or if it belongs to another plan, number
-    of processes, seed or settings.
+    A damaged one is renamed, with a warning. Raises RunError if the folder has no checkpoint, if all are damaged, or if
+    the checkpoint belongs to another model, seed or settings.
     """
-    newest = find_newest(folder)
-    if newest is None:
+    if agree(str(find_newest(folder) or "")) == "":
         raise RunError(f"{folder}: this folder has no checkpoint. Give the folder to which checkpoints were written.")
-    meta = read_document(CheckpointMeta, newest / _META)
-    wanted = {
-        "plan": _hash_of(session.plan),
-        "number of processes": dist.get_world_size(),
-        "seed": run_seed,
-        **settings,
-    }
-    found = {"plan": meta.plan_hash, "number of processes": meta.num_processes, "seed": meta.run_seed}
-    found |= {name: value for name, value in meta.settings if name in settings}
+    while (newest := agree(str(find_newest(folder) or ""))) != "":
+        damages = [found for found in _gather(_find_damage(Path(newest), session.rank)) if found]
+        if not damages:
+            return _load(session, Path(newest), run_seed, settings)
+        if session.rank == 0:
+            away = folder / f"damaged-{Path(newest).name}"
+            shutil.rmtree(away, ignore_errors=True)
+            Path(newest).rename(away)
+            warnings.warn(f"{damages[0]} The checkpoint before it is used; this one is now {away}.", stacklevel=2)
+        dist.barrier()
+    raise RunError(f"{damages[0]} No other checkpoint is left: start without --resume, or from saved weights.")
+
+
+def _find_damage(path: Path, rank: int) -> str:
+    """What is wrong with a checkpoint, as a sentence; "" if nothing is. Each process looks at some of the files."""
+    try:
+        manifest = read_document(CheckpointManifest, path / _MANIFEST)
+        for name, value in manifest.sums[rank :: dist.get_world_size()]:
+            if Path(name).name != name or _sum_of(path / name) != value:
+                return f"{path / name}: the file was changed after the checkpoint was written."
+    except (MeshwrightError, OSError) as error:
+        return f"{path}: the checkpoint cannot be read ({' '.join(str(error).split())})."
+    return ""
+
+
+def _load(session: Session, path: Path, run_seed: int, settings: Mapping[str, str]) -> int:
+    manifest = read_document(CheckpointManifest, path / _MANIFEST)
+    wanted = {"seed": str(run_seed), **settings}
+    found = {"seed": str(manifest.run_seed), **dict(manifest.settings)}
     for what, value in wanted.items():
         if found.get(what, value) != value:
             raise RunError(
-                f"{newest}: the checkpoint has {what} {found[what]}, but the run has {value}. Give the run the "
+                f"{path}: the checkpoint has {what} {found[what]}, but the run has {value}. Give the run the "
                 "checkpoint's value, or start from the weights alone, which `--save-model` writes."
             )
-    path = newest / f"process-{session.rank}.pt"
-    advice = f"Remove {newest} to continue from the checkpoint before it."
+    reader = _Reader(path, [name for name, _ in manifest.sums])
+    metadata = reader.read_metadata()
+    kept = {
+        name: (tuple(item.size), item.properties.dtype)
+        for name, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+    # States that are kept on the host go there at once.
+    on_host = isinstance(session.plan, Plan) and session.plan.offload.optimizer != "device"
+    error = ""
     try:
-        if meta.sums and _sum_of(path) != meta.sums[session.rank]:
-            raise RunError(f"{path}: the file was changed after the checkpoint was written. {advice}")
-        # States that are kept on the host go there at once.
-        steps_on_host = isinstance(session.plan, Plan) and session.plan.offload.optimizer != "device"
-        place = "cpu" if steps_on_host else session.device
-        state = torch.load(path, map_location=place, weights_only=True)
-    except RunError:
-        raise
-    except Exception as error:
-        raise RunError(f"{path}: the file cannot be read ({type(error).__name__}: {error}). {advice}") from None
-    _take_state(session, state, path)
-    return meta.num_steps
+        state = Wanted(session, kept, reader.facts, "cpu" if on_host else session.device)
+    except RunError as problem:
+        error = f"{path}: {problem}"
+    if errors := [found for found in _gather(error) if found]:
+        raise RunError(errors[0])
+    planner = _Planner(state.parts)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.plan(metadata), planner)
+    state.put_together()
+    return manifest.num_steps
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads the files of a manifest; ``facts`` are those of all headers, after `read_metadata`."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        super().__init__(str(path))
+        self._folder, self._names, self.facts = path, names, Facts()
+
+    def read_metadata(self) -> Metadata:
+        """Return the shapes, types and boxes of all tensors."""
+        from safetensors import safe_open  # noqa: PLC0415 - as in `_write_files`
+
+        for name in self._names:
+            with safe_open(self._folder / name, framework="pt") as file:
+                header = file.metadata() or {}
+            if _FACTS in header:
+                self.facts.add(json.loads(header[_FACTS]))
+        return super().read_metadata()
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads the boxes of a process into its memory. Their names are those of their places among ``parts``."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def plan(self, metadata: Metadata) -> LoadPlan:
+        """Return what to read."""
+        items = []
+        for place, part in enumerate(self._parts):
+            facts = metadata.state_dict_metadata[part.name]
+            assert isinstance(facts, TensorStorageMetadata), "there is nothing else"
+            chunk = ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
+            found = create_read_items_for_chunk_list(part.name, facts, [chunk])
+            items += [replace(item, dest_index=MetadataIndex(str(place))) for item in found]
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the memory of a box."""
+        return self._parts[int(index.fqn)].value
 
 
 def find_newest(folder: Path) -> Path | None:
     """Return the path of the checkpoint with the most steps in a folder; None if the folder has no checkpoint."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _META).is_file()]
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file()]
     return max(found, key=_steps_of, default=None)
-
-
-def _own_state(session: Session) -> dict[str, Any]:
-    """The state of this process, as plain tensors."""
-    return {
-        "parameters": {str(i): own_part(item.detach()) for i, item in session.parameters.items()},
-        "buffers": {f"{place}.{name}": item for place, name, item in _buffers(session)},
-        "updates": session.updates.state(),
-    }
-
-
-def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
-    own = {str(i): own_part(item.detach()) for i, item in session.parameters.items()}
-    own |= {f"{place}.{name}": item for place, name, item in _buffers(session)}
-    saved = {**state["parameters"], **state["buffers"]}
-    if own.keys() != saved.keys() or any(own[key].shape != saved[key].shape for key in own):
-        raise RunError(
-            f"{path}: the tensors in this file are not those of the model. Continue with the model of the checkpoint."
-        )
-    with torch.no_grad():
-        for key, value in saved.items():
-            own[key].copy_(value)
-    session.updates.take_state(state["updates"])
-    if session.exchange is not None:
-        session.exchange.restart()
 
 
 def _hash_of(plan: Plan | Placement) -> str:
@@ -274,12 +509,6 @@ def _sum_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _buffers(session: Session) -> list[tuple[int, str, torch.Tensor]]:
-    return [
-        (place, name, item) for place, module in enumerate(session.modules) for name, item in module.named_buffers()
-    ]
-
-
 def _refuse_others(folder: Path, num_steps: int) -> None:
     newest = find_newest(folder)
     if newest is not None and _steps_of(newest) > num_steps:
@@ -293,17 +522,18 @@ def _steps_of(path: Path) -> int:
     return int(path.name.partition("-")[2])
 
 
-def _drop_old(folder: Path, keep: int) -> None:
-    """Remove interrupted checkpoints, and all but the newest ones."""
+def _drop_old(folder: Path, keep: Rule) -> None:
+    """Remove interrupted checkpoints, and those that the rule does not keep."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
     whole = sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
-    for path in whole[: max(len(whole) - keep, 0)]:
-        shutil.rmtree(path, ignore_errors=True)
+    for path in whole[: max(len(whole) - keep.newest, 0)]:
+        if not keep.every or _steps_of(path) % keep.every:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _agree(own: str) -> str:
-    """The text of the first process."""
+def agree(own: str) -> str:
+    """Return the text of the first process. All processes call it together."""
     said = [own]
     dist.broadcast_object_list(said, 0)
     return said[0]

@@ -21,6 +21,7 @@ import itertools
 import platform
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -266,6 +267,12 @@ class Feed:
         return lambda: [self.dataset[index] for index in items]
 
 
+SAME_BATCHES = (
+    "Every rank must read the same global batches: seed the shuffling alike on all ranks (torch.manual_seed, or "
+    "DataLoader's generator) and use no DistributedSampler."
+)
+
+
 class Batch(NamedTuple):
     """A global batch: its number of microbatches, and for each own microbatch a function that fetches its samples."""
 
@@ -465,11 +472,28 @@ def check_same(what: str, own: str) -> None:
     dist.all_gather_object(gathered, own)
     different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
     if different:
-        raise RunError(
-            f"Ranks {', '.join(map(str, different))} {what}. Every rank must read the "
-            "same global batches: seed the shuffling alike on all ranks (torch.manual_seed, or DataLoader's generator) "
-            "and use no DistributedSampler."
+        raise RunError(f"Ranks {', '.join(map(str, different))} {what}. {SAME_BATCHES}")
+
+
+def agree_on_end(own: int | None, step: int) -> int | None:
+    """Return the number of microbatches of the next batch, None if the data set of a rank has ended before it.
+
+    ``own``: this rank's number, None if its data set has ended. ``step``: the number of completed steps. All ranks call
+    it together; if only some data sets have ended, rank 0 warns.
+    """
+    counts = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    counts[dist.get_rank()] = own or 0
+    dist.all_reduce(counts)
+    if len(set(counts.tolist())) == 1:
+        return own
+    ended = [rank for rank, count in enumerate(counts.tolist()) if count == counts.min()]
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"The data set of rank {', '.join(map(str, ended))} has ended after {step} steps, and the others have "
+            "more: training ends here. Give all ranks the same samples.",
+            stacklevel=3,
         )
+    return None
 
 
 def unpack(batch: Any) -> tuple[Any, Any]:

@@ -57,10 +57,13 @@ class Job:
 
     ``repair``: the remedy for stale gradients; ``repair_fade``: the number of updates in which it fades, 0 for never.
     ``clip_norm``: the norm to which gradients are clipped. ``checkpoint``: the folder of checkpoints, written every
-    ``checkpoint_every`` steps (0: only at the end); with ``resume`` the run continues from the newest one. ``device``:
-    by default that of the plan's cluster. ``compiled``: whether layers are compiled; by default as planned.
-    ``offload_folder``: the folder for optimizer states on drives. ``allow_nan``: train on if a
-    loss is not finite.
+    ``checkpoint_every`` steps (0: only at the end), or with ``checkpoint_auto`` as often as pays if a failure comes
+    every ``mttf_s`` seconds (`saving`); ``checkpoint_keep`` and ``checkpoint_keep_every``: those to keep
+    (`checkpoint.Rule`); with ``resume`` the run continues from the newest one. ``device``: by default that of the
+    plan's cluster. ``compiled``: whether layers are compiled; by default as planned.
+    ``offload_folder``: the folder for optimizer states on drives. ``allow_nan``: train on if a loss is not finite.
+    ``hang_after_s``: the seconds without progress after which a rank hangs; 0 for no limit, None for that of
+    `training.watch`.
     """
 
     plan: str
@@ -76,11 +79,16 @@ class Job:
     clip_norm: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 0
+    checkpoint_auto: bool = False
+    mttf_s: float | None = None
+    checkpoint_keep: int = 2
+    checkpoint_keep_every: int = 0
     resume: bool = False
     device: Backend | None = None
     compiled: bool | None = None
     offload_folder: str | None = None
     allow_nan: bool = False
+    hang_after_s: float | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -127,7 +135,8 @@ class CompiledLayers:
 class RunResult:
     """The results of a run.
 
-    ``plan`` and ``timeline``: paths of the plan and of the measured timeline. ``losses``: by step, None for a loss that
+    ``plan`` and ``timeline``: paths of the plan and of the measured timeline. ``saving``: a line on the interval of
+    checkpoints, "" if it was not measured. ``losses``: by step, None for a loss that
     is not finite; empty for inference. ``step_seconds``: seconds of each step. ``num_before``: the number of earlier
     steps, from a checkpoint. ``first_recorded``: the number (from 0) of the first step in the timeline. ``compiled``:
     the compiled layers, None if the plan compiles no layers. ``decisions``: the path of the decisions of an exchange
@@ -141,6 +150,7 @@ class RunResult:
     num_before: int = 0
     first_recorded: int = 0
     compiled: CompiledLayers | None = None
+    saving: str = ""
     decisions: str = ""
     gradients: dict[str, int] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -75,6 +75,7 @@ from meshwright.training.job import (
 )
 from meshwright.training.peak_memory import predict_memory
 from meshwright.training.policy_run import refuse_under
+from meshwright.training.watch import HANG, is_connection_error
 from meshwright.training.worker import take_cores, train_job
 
 _MONITOR_INTERVAL_S = 0.2
@@ -108,6 +109,8 @@ def run_plan(
             max_restarts=0,
             monitor_interval=_MONITOR_INTERVAL_S,
             run_id=Path(scratch).name,
+            # The agent's files go with the run; by default they stay in the folder of temporary files.
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch) / "agent")),
             # Without SIGINT: Ctrl-C stays a KeyboardInterrupt here, and the agent ends its ranks by SIGTERM. Passed on
             # as SIGINT, a rank that is still importing would answer with a traceback.
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
@@ -242,6 +245,11 @@ def _check_policy_run(plan: Plan, job: Job) -> None:
 
 def _check_steps(plan: Plan, job: Job) -> None:
     filling, num_steps = num_filling_steps(plan), job.num_steps
+    if filling and job.checkpoint_auto:
+        raise PlanError(
+            f"--checkpoint-every auto was given for the schedule {plan.schedule}, which takes {filling} steps to fill "
+            f"and to empty its pipeline around each checkpoint. Give a number of steps, {filling} or more."
+        )
     rest = num_steps % job.checkpoint_every if job.checkpoint_every else 0
     if filling and job.checkpoint_every and (job.checkpoint_every < filling or 0 < rest < filling):
         raise PlanError(
@@ -321,12 +329,15 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
         path = error_file(scratch, rank)
         if path.exists():
             reports.append(json.loads(path.read_text()))
+    if hang := next((report for report in reports if report["kind"] == HANG), None):
+        message, _, stacks = hang["message"].partition("\n")
+        return f"{message} The ranks were ended. {_start_again(job)}" + (f"\n{stacks}" if stacks else "")
     if ended and len(ended) + sum(_is_connection_error(report["message"]) for report in reports) == len(failures):
         hint = "another program ended it, such as a scheduler of jobs or the host's shutdown"
         return f"Rank {ended[0]} was killed by SIGTERM ({hint}); the other ranks were ended. {_start_again(job)}"
     if killed:
         rank = min(killed, key=lambda item: failures[item].timestamp)
-        name = signal.Signals(-failures[rank].exitcode).name
+        name = signal_name(-failures[rank].exitcode)
         advice, hint = _start_again(job), ""
         if name == "SIGKILL":
             hint, advice = " (often the host ran out of memory)", f"{predict_memory(job.plan, rank)} {advice}"
@@ -345,10 +356,14 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
     return f"Rank {rank} ended with exit code {failures[rank].exitcode}; its output is above."
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL; its number if it has none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 def _is_connection_error(message: str) -> bool:
     """Whether an error is probably a consequence of another rank's death or error."""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", DECIDING_RANK_FAILED)
-    return any(word in message for word in words)
+    return is_connection_error(message) or DECIDING_RANK_FAILED in message
 
 
 @contextlib.contextmanager

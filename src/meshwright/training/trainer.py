@@ -9,18 +9,17 @@ Start the script once per rank (``torchrun --nproc-per-node N script.py``). Ever
 the same global batches; each rank computes its own stages and microbatches. The model, the loss, the optimizer and the
 DataLoader stay the user's own. For a plan with an exchange policy `prepare` also needs the number of steps, and returns
 a `PolicyTrainer`.
-
-`Losses` all-reduces losses: the loss of a batch is the mean over its microbatches, which run on several ranks and,
-under asynchronous schedules, in several calls. Ranks are then up to a step apart, and waiting for each other would
-empty the pipeline. So the all-reduce that is started in one call is read in the next.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -33,8 +32,9 @@ from meshwright.cost.memory import Backend
 from meshwright.runtime import (
     Compilation,
     OptimizerArgument,
-    Output,
     Outputs,
+    Phase,
+    Position,
     Repair,
     Session,
     autocast_type,
@@ -47,6 +47,7 @@ from meshwright.runtime import (
     open_session,
 )
 from meshwright.spec import (
+    DocumentError,
     EventSink,
     Placement,
     Plan,
@@ -56,10 +57,11 @@ from meshwright.spec import (
     check_fit,
 )
 from meshwright.spec.plan_files import read_plan, with_compiled
-from meshwright.training.checkpoint import gather_state, load_checkpoint, save_checkpoint, save_state
+from meshwright.training.checkpoint import Checkpoints, Rule, agree, gather_state, load_checkpoint, save_state
 from meshwright.training.feed import (
     Feed,
     MicrobatchQueue,
+    agree_on_end,
     check_same,
     check_same_batch,
     first_samples,
@@ -67,9 +69,11 @@ from meshwright.training.feed import (
     unpack,
     with_loader,
 )
+from meshwright.training.losses import Losses, digest_batch
 from meshwright.training.peak_memory import MemoryMeter
 from meshwright.training.policy_run import PolicyTrainer, refuse_under
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
+from meshwright.training.watch import Watch, is_connection_error, watch_rank
 from meshwright.zoo import ModelSource
 
 
@@ -90,6 +94,7 @@ def prepare(
     compiled: bool | None = None,
     events: EventSink | None = None,
     offload_folder: Path | str | None = None,
+    hang_after_s: float | None = None,
 ) -> Trainer: ...
 
 
@@ -124,6 +129,7 @@ def prepare(
     compiled: bool | None = None,
     events: EventSink | None = None,
     offload_folder: Path | str | None = None,
+    hang_after_s: float | None = None,
 ) -> Trainer | PolicyTrainer:
     """Capture the model, cut out this rank's stages, and return a trainer for them. All ranks call it together.
 
@@ -151,6 +157,9 @@ def prepare(
         events: receives the progress of compiling, if the plan's layers are compiled.
         offload_folder: the folder for optimizer states that the plan keeps on drives; by default that of temporary
             files. No file stays there after the run.
+        hang_after_s: the seconds without progress after which a rank hangs, also in the script between two steps: its
+            stack is printed, and the run ends. By default 10 times the slowest step, at least 30 s; and the script has
+            no limit (`training.watch`).
 
     Raises PlanError (or GraphMismatchError) if the plan does not match the model, CaptureError if the model cannot be
     captured or the capture computes something else, RunError if a host or its drives lack room for offloaded states.
@@ -158,7 +167,7 @@ def prepare(
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     policy = plan.exchange.policy if isinstance(plan, Plan) else ""
     if policy or num_steps is not None:
-        others = {"repair": repair, "clip_norm": clip_norm, "feed": feed}
+        others = {"repair": repair, "clip_norm": clip_norm, "feed": feed, "hang_after_s": hang_after_s}
         _check_policy_arguments(policy, num_steps, choose_device(plan, device), others)
     if compiled is not None:
         plan = with_compiled(plan, compiled)
@@ -195,6 +204,7 @@ def prepare(
         captured = check_capture(captured, model, inputs, targets=targets, loss=loss, autocast=autocast_type(plan))
     if captured.remark and rank == 0:
         warnings.warn(captured.remark, stacklevel=2)
+    position = Position()
     session = open_session(
         captured,
         plan,
@@ -205,17 +215,18 @@ def prepare(
         device=own_device,
         events=events,
         offload_folder=Path(offload_folder) if offload_folder is not None else None,
+        position=position,
     )
     if session.remark and rank == 0:
         warnings.warn(session.remark, stacklevel=2)
     _release_other_parameters(model, session)
     settings = {
         "clip norm": str(clip_norm),
-        "precision": plan.workload.precision,
-        "repair": str(repair),
+        "global batch": str(plan.workload.global_batch),
+        **({"repair": str(repair)} if isinstance(plan, Plan) and plan.is_asynchronous else {}),
         "data set": feed.describe_order() if feed is not None else str(None),
     }
-    return Trainer(model, captured, session, feed, run_seed, settings)
+    return Trainer(model, captured, session, position, watch_rank(position, hang_after_s), feed, run_seed, settings)
 
 
 def _check_policy_arguments(policy: str, num_steps: int | None, backend: Backend, others: Mapping[str, object]) -> None:
@@ -235,20 +246,30 @@ def _check_policy_arguments(policy: str, num_steps: int | None, backend: Backend
 
 
 class Trainer:
-    """A model in training or inference under a plan; made by `prepare`."""
+    """A model in training or inference under a plan; made by `prepare`.
+
+    ``position`` is where this rank is in the run. ``watch`` names ranks that hang; None if the ranks have no common
+    store.
+    """
 
     def __init__(
         self,
         model: torch.nn.Module,
         captured: Captured,
         session: Session,
+        position: Position,
+        watch: Watch | None,
         feed: Feed | None = None,
         run_seed: int = 0,
         settings: Mapping[str, str] | None = None,
     ) -> None:
+        self.position, self.watch = position, watch
+        if watch is not None:
+            weakref.finalize(self, watch.stop)
         self._model, self._feed, self._run_seed = model, feed, run_seed
         self._settings = settings or {}
         self._num_resumed = self._steps = 0
+        self._checkpoints: Checkpoints | None = None
         self._captured, self._session = captured, session
         self._is_checked = False
         self._losses = Losses(session) if session.graph.has_loss else None
@@ -270,6 +291,11 @@ class Trainer:
         """The number of this process in the process group."""
         return self._session.rank
 
+    @property
+    def num_steps(self) -> int:
+        """The number of completed steps, with those before a checkpoint."""
+        return self._steps
+
     def step(self, inputs: Any, targets: Any = ()) -> float:
         """Train one step on a global batch; return its loss (the mean over the microbatches), the same on every rank.
 
@@ -281,7 +307,8 @@ class Trainer:
         if self._losses is None:
             raise RunError("The plan is for inference, which trains nothing. Call `infer`, or plan for training.")
         tensors, made = self._run(inputs, targets)
-        return self._took(made, self._session.count_microbatches(tensors))
+        digest = digest_batch(tensors, dist.get_world_size())
+        return self._took(made, self._session.count_microbatches(tensors), digest)
 
     def infer(self, inputs: Any) -> dict[str, torch.Tensor]:
         """Run the forward of a global batch; return by name the outputs that this rank made, {} on most ranks.
@@ -293,6 +320,7 @@ class Trainer:
             raise RunError("The plan is for training, whose steps update weights. Call `step`, or plan for inference.")
         _, made = self._run(inputs, ())
         self._steps += 1
+        self.position.enter(Phase.BETWEEN, self._steps)
         names = self._session.graph.tensors
         return {
             names[i].name: torch.cat([item.value if item.value.ndim else item.value[None] for item in items])
@@ -304,7 +332,30 @@ class Trainer:
         if not self._is_checked:
             check_same_batch(tensors)
             self._is_checked = True
-        return tensors, self._session.run_step(self._steps, tensors)
+        self.position.enter(Phase.STEP, self._steps)
+        with self._explained():
+            return tensors, self._session.run_step(self._steps, tensors)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise RunError instead of a connection error, if it is known that another rank left the loop."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watch is None or not is_connection_error(str(error)) or not (why := self.watch.explain_lost()):
+                raise
+            raise RunError(why) from error
+
+    @contextmanager
+    def _calling(self, name: str) -> Iterator[None]:
+        """The block is a call in which all ranks take part."""
+        phase, call = self.position.phase, self.position.call
+        self.position.enter(Phase.CALL, self._steps, call if phase is Phase.CALL else name)
+        try:
+            with self._explained():
+                yield
+        finally:
+            self.position.enter(Phase.BETWEEN if phase is Phase.START else phase, self._steps, call)
 
     def _flatten(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
         """A batch in the order of the graph's inputs, cast if the plan casts the model."""
@@ -331,11 +382,16 @@ class Trainer:
         self._num_resumed = 0
         with MicrobatchQueue(batches, self._collate, producers=feed.producers, depth=depth) as queue:
             for index in itertools.count():
+                self.position.enter(Phase.READING, self._steps)
                 count = queue.next_batch()
+                if feed.is_iterable:
+                    count = agree_on_end(count, self._steps)
                 if count is None:
                     break
                 inputs = session.coming_inputs(count, partial(queue.take, index))
-                made = session.run_microbatches(self._steps, count, inputs)
+                self.position.enter(Phase.STEP, self._steps)
+                with self._explained():
+                    made = session.run_microbatches(self._steps, count, inputs)
                 queue.forget(index - session.steps.num_filling)
                 try:
                     yield self._took(made, count)
@@ -355,11 +411,15 @@ class Trainer:
         assert self._feed is not None, "a trainer that reads a data set has one"
         return load_to(self._flatten(*unpack(self._feed.collate(samples))), self._session.device)
 
-    def _took(self, made: Outputs, count: int) -> float:
+    def _took(self, made: Outputs, count: int, digest: torch.Tensor | None = None) -> float:
         """Count a step, and add its losses."""
         assert self._losses is not None, "what trains has losses"
-        self._losses.add(self._steps, made, count)
+        start_s = time.monotonic()
+        with self._explained():
+            self._losses.add(self._steps, made, count, digest)
+        self.position.waited_s += time.monotonic() - start_s
         self._steps += 1
+        self.position.enter(Phase.BETWEEN, self._steps)
         return self._losses.known[-1] if self._losses.known else math.nan
 
     def finish(self) -> None:
@@ -367,10 +427,11 @@ class Trainer:
 
         All ranks call it together. Raises RunError if fewer steps were run than fill and empty the pipeline.
         """
-        made = self._session.finish()
-        if self._losses is not None and self._session.steps.num_filling:
-            self._losses.add(self._steps - 1, made)
-            self._losses.finish()
+        with self._calling("finish"):
+            made = self._session.finish()
+            if self._losses is not None and self._session.steps.num_filling:
+                self._losses.add(self._steps - 1, made)
+                self._losses.finish()
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -407,7 +468,8 @@ class Trainer:
 
     def record(self) -> None:
         """Record spans from the next step on; earlier recordings are dropped. All ranks call it together."""
-        dist.barrier()
+        with self._calling("record"):
+            dist.barrier()
         self._session.recorder.start(self._session.steps.next_repetition)
 
     def stop_recording(self) -> None:
@@ -420,14 +482,15 @@ class Trainer:
         All ranks call it together.
         """
         session = self._session
-        return gather_timeline(
-            session.program,
-            session.program.body,
-            session.recorder.rows(),
-            self._clock_offset_ns,
-            self._memory.peak(),
-            session.grid.width,
-        )
+        with self._calling("timeline"):
+            return gather_timeline(
+                session.program,
+                session.program.body,
+                session.recorder.rows(),
+                self._clock_offset_ns,
+                self._memory.peak(),
+                session.grid.width,
+            )
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the whole model's state dict with the user's names, in rank 0's host memory; None on other ranks.
@@ -435,8 +498,9 @@ class Trainer:
         All ranks call it together. Work in progress is finished first (`finish`). Every tensor comes from the first
         replica of the first stage that holds it; parameters that the graph does not use keep rank 0's values.
         """
-        self.finish()
-        state = gather_state(self._model, self._session)
+        with self._calling("state_dict"):
+            self.finish()
+            state = gather_state(self._model, self._session)
         join = getattr(self._model, "whole_state", None)
         return join(state) if join is not None and state is not None else state
 
@@ -445,27 +509,59 @@ class Trainer:
 
         Raises DocumentError if the folder cannot be written to.
         """
-        state = self.state_dict()
-        if state is not None:
-            save_state(state, Path(path))
-        dist.barrier()
+        with self._calling("save"):
+            state = self.state_dict()
+            error = ""
+            if state is not None:
+                try:
+                    save_state(state, Path(path))
+                except DocumentError as problem:
+                    error = str(problem)
+            # All ranks end with the error of rank 0.
+            if error := agree(error):
+                raise DocumentError(error)
 
-    def save_checkpoint(self, folder: Path | str, keep: int = 2) -> Path:
-        """Write a checkpoint from which training can continue; return its folder. All ranks call it together.
+    def save_checkpoint(
+        self, folder: Path | str, keep: int = 2, *, keep_every: int = 0, in_background: bool = False
+    ) -> Path:
+        """Write a checkpoint from which training can continue, under any plan; return its folder.
 
-        The newest ``keep`` checkpoints in ``folder`` are kept. Work in progress is finished first (`finish`). Raises
-        RunError if a rank cannot write.
+        All ranks call it together. The newest ``keep`` checkpoints in ``folder`` are kept, and those of a multiple of
+        ``keep_every`` steps. Work in progress is finished first (`finish`). With ``in_background`` the call returns
+        when the state is copied; the next call, or `wait_for_checkpoint`, waits until it is written. Raises RunError on
+        all ranks if one cannot write.
         """
-        self.finish()
-        return save_checkpoint(self._session, Path(folder), self._steps, self._run_seed, self._settings, keep)
+        with self._calling("save_checkpoint"):
+            self.finish()
+            if self._checkpoints is None:
+                self._checkpoints = Checkpoints(self._session, self._run_seed, self._settings)
+            path = self._checkpoints.save(Path(folder), self._steps, Rule(newest=keep, every=keep_every))
+            if not in_background:
+                self._checkpoints.wait()
+            return path
+
+    @property
+    def last_write_s(self) -> float:
+        """The seconds for which the last complete checkpoint was written; 0 before there is one."""
+        return self._checkpoints.write_s if self._checkpoints is not None else 0.0
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint in the background is complete. All ranks call it together.
+
+        Raises RunError on all ranks if one could not write.
+        """
+        if self._checkpoints is not None:
+            with self._calling("wait_for_checkpoint"):
+                self._checkpoints.wait()
 
     def resume(self, folder: Path | str) -> int:
         """Continue from the newest checkpoint of a folder; return the number of completed steps.
 
         All ranks call it together, before the first step. Weights, optimizer states, random numbers and the order of a
-        `Feed` continue as without an interruption. Learning-rate schedulers are not restored. Raises RunError for a
-        folder without a checkpoint, for a checkpoint of another plan, number of processes, seed, data set, precision,
-        clipping or repair, and after the first step.
+        `Feed` continue as without an interruption, also under another plan of the same model and global batch.
+        Learning-rate schedulers are not restored. A damaged checkpoint is renamed with a warning, and the one before
+        it is used. Raises RunError for a folder without a checkpoint, for a checkpoint of another model, seed, data
+        set, global batch, clipping or repair, and after the first step.
         """
         if self._steps:
             raise RunError(f"`resume` was called after {self._steps} steps. Call it before the first step.")
@@ -483,6 +579,8 @@ class Trainer:
 
     def close(self) -> None:
         """Remove the hooks from the user's parameters, and release offloaded states."""
+        if self.watch is not None:
+            self.watch.stop()
         self._session.close()
 
 
@@ -497,76 +595,3 @@ def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:
     for name, parameter in model.named_parameters():
         if name in used and id(parameter) not in own:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
-
-
-class Losses:
-    """The losses of batches (means over their microbatches), all-reduced over the ranks.
-
-    ``known``: the known losses by step; it grows by the same values in the same call on every rank.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._window = session.steps.num_filling + 1
-        self._output = session.graph.outputs[0]
-        self._num_microbatches = session.plan.num_microbatches
-        self._expected: dict[int, int] = {}
-        # Each process of a team has the loss, or a part of it; and all of them count a microbatch.
-        self._loss_share, self._share = session.model.loss_share, 1.0 / session.grid.width
-        self._device = session.device
-        # The step of the all-reduce in progress, its sums, this rank's part of them, and the work.
-        self._under_way: tuple[int, torch.Tensor, torch.Tensor, dist.Work] | None = None
-        # Sum of the losses, and number of microbatches, of batches that have run only in part.
-        self._partial: dict[int, tuple[float, int]] = {}
-        self.known: list[float] = []
-        self._first_own_not_finite = math.inf
-
-    def first_not_finite(self) -> tuple[int, tuple[int, ...]]:
-        """Return the first step in which a rank's part of the loss was not finite, and these ranks.
-
-        All ranks call it together, after such a loss is known.
-        """
-        every: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(every, self._first_own_not_finite)
-        return int(min(every)), tuple(rank for rank, step in enumerate(every) if step == min(every))
-
-    def add(self, step: int, outputs: dict[int, list[Output]], num_microbatches: int | None = None) -> None:
-        """Add the losses that this rank made in a step, also those of earlier batches. All ranks call it together.
-
-        ``outputs``: as `Session.run_step` returns them. ``num_microbatches``: those of the step's batch, by default the
-        plan's.
-        """
-        self._expected[step] = num_microbatches or self._num_microbatches
-        sums = torch.zeros(self._window, 2, dtype=torch.float64, device=self._device)
-        for made, loss in outputs.get(self._output, []):
-            sums[made - step - 1, 0] += self._loss_share * loss
-            sums[made - step - 1, 1] += self._share
-        self._take()
-        own = sums.clone()
-        work = dist.all_reduce(sums, async_op=True)
-        assert work is not None, "every rank takes part"
-        self._under_way = step, sums, own, work
-        if self._window == 1:
-            self._take()
-
-    def finish(self) -> None:
-        """Wait for the all-reduce in progress, and add its losses to ``known``."""
-        self._take()
-
-    def _take(self) -> None:
-        if self._under_way is None:
-            return
-        step, sums, own, work = self._under_way
-        self._under_way = None
-        work.wait()
-        for place, (total, count) in enumerate(sums.tolist()):
-            made = step - self._window + 1 + place
-            if not math.isfinite(total) and not math.isfinite(own[place, 0]):
-                self._first_own_not_finite = min(self._first_own_not_finite, made)
-            before = self._partial.get(made, (0.0, 0))
-            if count:
-                self._partial[made] = before[0] + total, before[1] + round(count)
-        for made in sorted(self._partial):
-            total, number = self._partial[made]
-            if number == self._expected[made]:
-                self.known.append(total / number)
-                del self._partial[made], self._expected[made]

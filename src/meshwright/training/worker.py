@@ -8,6 +8,7 @@ as JSON lines. A rank that fails writes its error, so that the launcher can repo
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from meshwright.emulation import Emulated
 from meshwright.measurement import is_out_of_memory
 from meshwright.planner import predict_step_interval
 from meshwright.report import SlowRank, explain_difference, explain_stragglers, find_stragglers
-from meshwright.runtime import choose_device, join_group
+from meshwright.runtime import Phase, choose_device, join_group
 from meshwright.simulator import form_teams, simulate_plan
 from meshwright.simulator.scenarios import apply_scenario
 from meshwright.spec import (
@@ -65,7 +66,9 @@ from meshwright.training.job import (
     write_results,
 )
 from meshwright.training.policy_run import train_by_policy
+from meshwright.training.saving import SaveTimes
 from meshwright.training.trainer import Trainer, prepare
+from meshwright.training.watch import HANG, end_process
 
 
 class Watched(EventSink, Protocol):
@@ -303,22 +306,23 @@ def main(job_path: str, folder: str, launcher: int) -> int:
     try:
         job = read_document(Job, job_path)
         take_cores(job.pin_cores)
-        _run(job, Path(folder))
+        _run(job, Path(folder), rank)
     except Exception as error:
         known = isinstance(error, MeshwrightError)
-        report = {
-            "rank": rank,
-            "time": time.time(),
-            "kind": type(error).__name__,
-            "message": str(error) if known else f"{type(error).__name__}: {error}",
-            "traceback": "" if known else traceback.format_exc(),
-            "out_of_memory": is_out_of_memory(error),
-        }
-        write_text(json.dumps(report), error_file(Path(folder), rank))
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        written = "" if known else traceback.format_exc()
+        _write_error(Path(folder), rank, type(error).__name__, message, written, is_out_of_memory(error))
         return 1
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def _write_error(
+    folder: Path, rank: int, kind: str, message: str, stack: str = "", out_of_memory: bool = False
+) -> None:
+    report = {"rank": rank, "time": time.time(), "kind": kind, "message": message, "traceback": stack}
+    write_text(json.dumps({**report, "out_of_memory": out_of_memory}), error_file(folder, rank))
 
 
 def end_with_parent(launcher: int) -> None:
@@ -352,8 +356,13 @@ def take_cores(pin: bool) -> None:
         os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])
 
 
-def _run(job: Job, folder: Path) -> None:
+def _run(job: Job, folder: Path, rank: int) -> None:
     """Train, with progress and results as files for the launcher."""
+
+    def end(message: str) -> None:
+        _write_error(folder, rank, HANG, message)
+        os._exit(1)
+
     with (folder / PROGRESS_FILE).open("a") as progress:
 
         def report(facts: StepFacts) -> None:
@@ -363,15 +372,21 @@ def _run(job: Job, folder: Path) -> None:
             progress.write(json.dumps(row) + "\n")
             progress.flush()
 
-        trained = train_job(job, report, _Written(write))
+        trained = train_job(job, report, _Written(write), end)
     if trained.timeline is not None:
         write_results(folder, trained)
 
 
-def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) -> Trained:
+def train_job(
+    job: Job,
+    report: Callable[[StepFacts], None],
+    events: EventSink,
+    end: Callable[[str], None] = end_process,
+) -> Trained:
     """Train (or infer) on this rank; return its results.
 
-    ``report`` is called on rank 0 after every step; ``events`` receives the progress of compiling on rank 0.
+    ``report`` is called on rank 0 after every step; ``events`` receives the progress of compiling on rank 0. ``end``
+    receives the error if a rank hangs, and ends the process.
     """
     plan = job.read_plan()
     if isinstance(plan, Plan) and plan.exchange.policy:
@@ -390,17 +405,21 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
         device=job.device,
         events=events if dist.get_rank() == 0 else None,
         offload_folder=job.offload_folder,
+        hang_after_s=math.inf if job.hang_after_s == 0 else job.hang_after_s,
     )
+    if trainer.watch is not None:
+        trainer.watch.report = end
     compiled = gather_compiled(trainer)
     seconds: list[float] = []
     trains, known = plan.workload.kind == "training", 0
     done = _resume(trainer, job)
+    saving = SaveTimes(job, dist.get_world_size(), done)
     last_ones = job.num_steps - job.num_recorded_steps
     first_recorded = max(last_ones if job.first_recorded is None else job.first_recorded, done)
     batches = make_batches(source, plan.workload.global_batch, job.seed)
     if trainer.rank == 0:
         events.progress("steps", done, job.num_steps)
-    for step, (inputs, targets) in enumerate(islice(batches, done, job.num_steps), done):
+    for step, (inputs, targets) in enumerate(_reading(trainer, islice(batches, done, job.num_steps)), done):
         if step == first_recorded:
             trainer.record()
         if step == first_recorded + job.num_recorded_steps:
@@ -418,8 +437,12 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]
             report(StepFacts(step + 1, new, done + known, per_s))
-        if job.checkpoint is not None and _is_due(step + 1, job):
-            trainer.save_checkpoint(job.checkpoint)
+        if job.checkpoint is not None and saving.is_due(step + 1):
+            start = time.perf_counter()
+            keep, every = job.checkpoint_keep, job.checkpoint_keep_every
+            trainer.save_checkpoint(job.checkpoint, keep, keep_every=every, in_background=True)
+            saving.saved(step + 1, time.perf_counter() - start, trainer.last_write_s, seconds)
+    trainer.wait_for_checkpoint()
     trainer.finish()
     _new_losses(trainer, job, known)
     timeline = trainer.timeline()
@@ -434,14 +457,27 @@ def train_job(job: Job, report: Callable[[StepFacts], None], events: EventSink) 
         num_before=done,
         first_recorded=first_recorded,
         compiled=compiled,
+        saving=saving.explain(float(np.median(seconds))) if seconds else "",
     )
     return Trained(result, text)
+
+
+def _reading(trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches; reading one is a phase of the rank."""
+    for step in itertools.count(trainer.num_steps):
+        trainer.position.enter(Phase.READING, step)
+        for batch in batches:
+            yield batch
+            break
+        else:
+            return
 
 
 def _new_losses(trainer: Trainer, job: Job, num_known: int) -> tuple[float, ...]:
     """The losses that have become known. Raises NotFiniteError if one is not finite, on all ranks, unless allowed."""
     new = trainer.losses_since(num_known)
     if not (job.allow_nan or all(map(math.isfinite, new))):
+        trainer.wait_for_checkpoint()
         raise not_finite(*trainer.first_not_finite())
     return new
 
@@ -487,8 +523,3 @@ def _resume(trainer: Trainer, job: Job) -> int:
     if job.learning_rate is not None:
         trainer.set_learning_rate(job.learning_rate)
     return done
-
-
-def _is_due(num_steps: int, job: Job) -> bool:
-    """Whether a checkpoint is due after ``num_steps`` steps."""
-    return num_steps == job.num_steps or (job.checkpoint_every > 0 and num_steps % job.checkpoint_every == 0)

@@ -24,7 +24,15 @@ from meshwright.program.sharding import MESH
 from meshwright.runtime.checkpointing import checkpoint_ranges
 from meshwright.runtime.compiling import Compilation, compile_units
 from meshwright.runtime.teams.grid import AxisGroup, TeamPosition
-from meshwright.runtime.teams.shares import cut_of, find_uneven, is_split, join_shares, own_share, whole_shape
+from meshwright.runtime.teams.shares import (
+    cut_of,
+    find_uneven,
+    is_split,
+    join_shares,
+    own_indices,
+    own_share,
+    whole_shape,
+)
 from meshwright.runtime.teams.team_operators import (
     BIASES,
     AddOnce,
@@ -42,6 +50,7 @@ from meshwright.runtime.teams.team_operators import (
     refuse_share,
 )
 from meshwright.spec import Graph, GraphError, Op, Partial, Plan, PlanError, Replicate, Shard, Sharding, StageSlice
+from meshwright.spec.exchange import Axis
 from meshwright.spec.sharding import Layout
 
 # Ops that may be applied to parts of a sum one by one; others need the sum.
@@ -160,9 +169,18 @@ class LocalModel:
             if item.phase == "step" and item.tensor in stage.parameters and item.tensor in gradients:
                 dist.all_reduce(gradients[item.tensor], group=self.grid.axes[item.axis].group)
 
+    def own_indices(self, tensor: int) -> list[torch.Tensor]:
+        """Return, for each dim of a whole parameter or buffer, the indices that this process has."""
+        shape = [extent.at(0) for extent in self.whole.tensors[tensor].shape]
+        size = self.plan.microbatch_size
+        return own_indices(shape, tensor, self.sharded.layouts, self._places, self.sharding, size)
+
+    @property
+    def _places(self) -> dict[Axis, int]:
+        return {axis: group.index for axis, group in self.grid.axes.items()}
+
     def _own(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
-        places = {axis: group.index for axis, group in self.grid.axes.items()}
-        return own_share(value, tensor, self.sharded.layouts, places, self.sharding, self.plan.microbatch_size)
+        return own_share(value, tensor, self.sharded.layouts, self._places, self.sharding, self.plan.microbatch_size)
 
     def _share_of(self, tensor: int) -> torch.Tensor:
         """The user's own parameter, buffer or constant, or its shard if it is split; the same object for all stages."""

@@ -59,6 +59,17 @@ def own_share(
     return value
 
 
+def own_indices(
+    shape: Sequence[int], tensor: int, layouts: Layouts, places: Mapping[Axis, int], sharding: Sharding, batch_size: int
+) -> list[torch.Tensor]:
+    """Return, for each dim of the whole tensor, the indices that one process has. Arguments as in `own_share`."""
+    found = [torch.arange(extent) for extent in shape]
+    for axis in SPLITTING_ORDER:
+        if axis in layouts and (cut := cut_of(layouts[axis][tensor], batch_size)) is not None:
+            found[cut.dim] = Cut(0, cut.parts).shares(found[cut.dim], sharding.size(axis))[places[axis]]
+    return found
+
+
 def join_shares(
     shares: Sequence[torch.Tensor], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
 ) -> torch.Tensor:

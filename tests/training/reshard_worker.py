@@ -1,0 +1,129 @@
+"""Two ranks go on from each plan's checkpoint under every other plan; rank 0 writes how far they are from the first."""
+
+import itertools
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright import Feed, capture_model, prepare
+from meshwright.spec import GradientExchange, Offload, RunError, Sharding
+from tests.rank_results import write_results
+from tests.training.checkpoint_worker import BATCH, LOSS, STEPS, STOP, data, plan_of
+
+CASES = {
+    "pipeline": {"cut": 2},
+    "replicas": {},
+    "zero 1": {"exchange": GradientExchange(zero=1)},
+    "zero 3": {"exchange": GradientExchange(zero=3)},
+    "tensor": {"sharding": Sharding(tensor=2), "ranks": (0,)},
+    "host": {"exchange": GradientExchange(zero=1), "offload": Offload(optimizer="host")},
+    "drives": {"cut": 2, "offload": Offload(optimizer="nvme")},
+}
+PAIRS = list(itertools.permutations(CASES, 2))
+
+
+class Net(nn.Module):
+    """Linear layers, dropout, and running statistics, which training does not read."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(4), nn.Linear(8, width)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.scale * self.down(nn.functional.dropout(torch.relu(self.up(self.norm(x))), 0.2, self.training))
+
+
+def trainer_of(case, seed, *, width=6, run_seed=0, dtype=torch.float64, **changes):
+    torch.manual_seed(seed)
+    model = Net(width).train().to(dtype)
+    example = torch.randn(2, 4, dtype=dtype), torch.tensor([0, 1])
+    graph = capture_model(model, example[:1], targets=example[1:], loss=LOSS, verify=False).graph
+    feed = Feed(dataset=Cast(data(), dtype), shuffle=True, seed=1)
+    plan = plan_of(graph, **(CASES[case] | changes))
+    options = {"plan": plan, "feed": feed, "run_seed": run_seed, "verify": False}
+    return prepare(model, LOSS, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), example, **options)
+
+
+class Cast(torch.utils.data.Dataset):
+    def __init__(self, inner, dtype):
+        self.inner, self.dtype = inner, dtype
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        x, y = self.inner[index]
+        return x.to(self.dtype), y
+
+
+def undisturbed(case, folder):
+    trainer = trainer_of(case, 3)
+    for step, _ in enumerate(trainer.train(), 1):
+        if step == STOP:
+            trainer.save_checkpoint(folder, in_background=True)
+    trainer.wait_for_checkpoint()
+    state, losses = trainer.state_dict(), trainer.losses
+    trainer.close()
+    return state, losses
+
+
+def went_on(case, folder):
+    trainer = trainer_of(case, 99)
+    done = trainer.resume(folder)
+    for _ in trainer.train():
+        pass
+    state, losses = trainer.state_dict(), trainer.losses
+    trainer.close()
+    return state, losses, done
+
+
+def distance(wanted, found):
+    (state, losses), (other, last, done) = wanted, found
+    if state is None:
+        return None
+    off = max(
+        float((other[key] - value).abs().max() / value.abs().max().clamp(min=1e-3))
+        for key, value in state.items()
+        if value.is_floating_point() and "running" not in key
+    )
+    of_losses = max(abs(a - b) for a, b in zip(losses[-len(last) :], last, strict=True))
+    return {"weights": off, "losses": of_losses, "done": done, "steps": len(last)}
+
+
+def refusals(folder):
+    said = {}
+    for name, options in (
+        ("model", {"width": 5}),
+        ("seed", {"run_seed": 5}),
+    ):
+        trainer = trainer_of("zero 1", 3, **options)
+        try:
+            trainer.resume(folder)
+        except RunError as error:
+            said[name] = str(error)
+        trainer.close()
+    return said
+
+
+def files_of(folder):
+    (path,) = Path(folder).glob("step-*")
+    sums = json.loads((path / "manifest.json").read_text())["sums"]
+    return {"names": sorted(name for name, _ in sums), "bytes": sum((path / name).stat().st_size for name, _ in sums)}
+
+
+def find(folder):
+    first = {case: undisturbed(case, folder / case) for case in CASES}
+    found = {f"{a} to {b}": distance(first[a], went_on(b, folder / a)) for a, b in PAIRS}
+    found["said"] = refusals(folder / "pipeline")
+    dist.barrier()
+    found["files"] = {case: files_of(folder / case) for case in CASES}
+    return found
+
+
+if __name__ == "__main__":
+    assert len(data()) == BATCH * STEPS
+    write_results(find)
