@@ -46,6 +46,25 @@ def test_processes_share_the_writing(results, case):
     assert results["files"][case]["bytes"] < 3 * 122 * 8 + 9 * 8 + 12_000
 
 
+@pytest.mark.long
+@pytest.mark.distributed
+def test_another_precision_goes_on_with_the_cast(results):
+    """As torch's own reader of checkpoints finds them."""
+    assert len(results["precisions"]) == 12
+    assert {name: wrong for name, wrong in results["precisions"].items() if wrong} == {}
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_a_full_folder_is_an_error_on_all_ranks_and_the_checkpoint_before_is_used(results):
+    found = results["full"]
+    for said in found["said"]:
+        assert "cannot write a checkpoint to this folder (" in said
+        assert "checkpoints before it are complete. Choose a folder" in said
+    assert found["left"] == ["step-00000001"]
+    assert found["done"] == 1
+
+
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
