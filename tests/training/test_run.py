@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,6 +139,37 @@ def test_a_killed_rank_ends_the_run_and_is_named(gpt_plan, tmp_path, start, numb
     assert not worker_pids(rank=0)
     assert not worker_pids(rank=1)
     assert not (tmp_path / "out").exists(), "an ended run leaves no half-written result"
+
+
+@pytest.mark.long
+def test_a_run_with_restarts_is_as_one_that_did_not_stop(gpt_plan, tmp_path, warm_ranks, capsys):
+    """Rank 1 is killed, then rank 0; losses are equal bit by bit, each step once."""
+    left = {9: 1, 17: 0}
+
+    def kill(done):
+        if done in left:
+            (pid,) = worker_pids(rank=left.pop(done))
+            os.kill(pid, signal.SIGKILL)
+
+    job = Job(plan=str(gpt_plan), num_steps=24, checkpoint=str(tmp_path / "kept"), checkpoint_every=4, restarts=2)
+    found = run_plan(job, tmp_path / "out", Collector(kill))
+    assert not left
+    whole = run_plan(Job(plan=str(gpt_plan), num_steps=24), tmp_path / "whole")
+    assert found.losses == whole.losses
+    assert len(found.step_seconds) == 24
+    assert found.num_before == 0
+    assert [item.why for item in found.restarts] == ["Rank 1 was killed by SIGKILL", "Rank 0 was killed by SIGKILL"]
+    assert all(item.step >= 9 and item.lost_s > 0 for item in found.restarts)
+    said = capsys.readouterr().err
+    assert re.search(r"Rank 1 was killed by SIGKILL; starting again from .*step-0000000[48], 1 of 2 restarts", said)
+
+
+@pytest.mark.long
+def test_errors_of_the_job_are_not_restarted(gpt_plan, tmp_path, warm_ranks, capsys):
+    job = Job(plan=str(gpt_plan), num_steps=8, learning_rate=1e30, restarts=3)
+    with pytest.raises(RunError, match="is not finite"):
+        run_plan(job, tmp_path / "out")
+    assert "starting again" not in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_shows_its_own_error(tmp_path, warm_ranks):

@@ -25,6 +25,7 @@ from meshwright.spec import (
     Plan,
     Timeline,
     format_count,
+    format_seconds,
     load_cluster,
     read_document,
 )
@@ -272,6 +273,9 @@ def print_result(
         print_tables(f"The loss is not finite since step {since}: lower the learning rate, or clip with --clip-norm.")
     if result.compiled is not None:
         print_tables(*result.compiled.explain())
+    for restart in result.restarts:
+        lost = f", {format_seconds(restart.lost_s)} lost" if restart.lost_s else ""
+        print_tables(f"restarted after step {restart.step}: {restart.why}{lost}")
     if result.saving:
         print_tables(result.saving)
     print_tables(*(outcome.explain() if outcome is not None else ()), f"timeline written to {result.timeline}")
@@ -345,6 +349,12 @@ def run(
             "--allow-nan", help="Train on if a loss is not finite (NaN, infinity); by default the run ends with exit 1."
         ),
     ] = False,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            help="Start the ranks again from the newest checkpoint, up to N times, if one dies or hangs.", min=0
+        ),
+    ] = 0,
     hang_after: Annotated[
         float | None,
         typer.Option(
@@ -456,6 +466,7 @@ def run(
         resume=resume,
         allow_nan=allow_nan,
         hang_after_s=hang_after,
+        restarts=restarts,
         first_recorded=first_recorded,
         num_recorded_steps=num_recorded,
     )
@@ -473,6 +484,8 @@ def run(
         refuse_unchecked(job)
     is_rank = started_by_torchrun()
     emulated = None if emulate is None else emulated_cluster(job, emulate, scenario)
+    if restarts and is_rank:
+        raise typer.BadParameter("--restarts starts ranks on this host: give torchrun --max-restarts instead.")
     if emulated is not None and is_rank:
         raise typer.BadParameter("--emulate starts all ranks on this host: start it without torchrun.")
     if not is_rank and not here and emulated is None and (lines := lines_for_nodes(plan, repeat_options(call))):

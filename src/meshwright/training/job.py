@@ -62,6 +62,7 @@ class Job:
     (`checkpoint.Rule`); with ``resume`` the run continues from the newest one. ``device``: by default that of the
     plan's cluster. ``compiled``: whether layers are compiled; by default as planned.
     ``offload_folder``: the folder for optimizer states on drives. ``allow_nan``: train on if a loss is not finite.
+    ``restarts``: how often the ranks are started again from the newest checkpoint after one died or hung.
     ``hang_after_s``: the seconds without progress after which a rank hangs; 0 for no limit, None for that of
     `training.watch`.
     """
@@ -88,6 +89,7 @@ class Job:
     compiled: bool | None = None
     offload_folder: str | None = None
     allow_nan: bool = False
+    restarts: int = 0
     hang_after_s: float | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -132,6 +134,18 @@ class CompiledLayers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A restart of a run: the ``step`` that it had reached, why it failed, and the seconds until it was there again.
+
+    ``lost_s`` is 0 if it failed again before; the last of these restarts has the time of all.
+    """
+
+    step: int
+    why: str
+    lost_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """The results of a run.
 
@@ -151,6 +165,7 @@ class RunResult:
     first_recorded: int = 0
     compiled: CompiledLayers | None = None
     saving: str = ""
+    restarts: tuple[Restart, ...] = ()
     decisions: str = ""
     gradients: dict[str, int] = field(default_factory=dict)
 
@@ -161,14 +176,15 @@ class RunResult:
 class StepFacts:
     """Progress after a step; ``step`` is its number from 1.
 
-    ``losses``: the losses that became known in this step; ``last_loss``: the number of the last step whose loss is
-    known. Under an asynchronous schedule losses become known some steps later.
+    ``seconds``: the time of the step. ``losses``: the losses that became known in this step; ``last_loss``: the number
+    of the last step whose loss is known. Under an asynchronous schedule losses become known some steps later.
     """
 
     step: int
     losses: tuple[float, ...]
     last_loss: int
     samples_per_s: float
+    seconds: float
 
 
 class Trained(NamedTuple):

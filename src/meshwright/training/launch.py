@@ -8,16 +8,17 @@ death by signal is reported before the connection errors that it causes on other
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -61,7 +62,6 @@ from meshwright.spec.used_devices import visible_devices
 from meshwright.training.checkpoint import find_newest
 from meshwright.training.job import (
     DECISIONS_FILE,
-    PROGRESS_FILE,
     RESULT_FILE,
     TIMELINE_FILE,
     Job,
@@ -75,6 +75,7 @@ from meshwright.training.job import (
 )
 from meshwright.training.peak_memory import predict_memory
 from meshwright.training.policy_run import refuse_under
+from meshwright.training.progress import Progress
 from meshwright.training.watch import HANG, is_connection_error
 from meshwright.training.worker import take_cores, train_job
 
@@ -87,7 +88,8 @@ def run_plan(
     """Run a job on this host and wait for it; return what rank 0 wrote into ``folder``.
 
     With ``emulated``, the ranks run on that cluster's network and processor shares, built for the run
-    (`meshwright.emulation`). Raises RunError naming the rank that failed first, with its own error; all processes have
+    (`meshwright.emulation`). If a rank dies or hangs, the ranks are started again from the newest checkpoint, up to
+    ``job.restarts`` times. Raises RunError naming the rank that failed first, with its own error; all processes have
     ended by then.
     """
     folder = Path(folder).resolve()
@@ -98,41 +100,67 @@ def run_plan(
         contextlib.nullcontext() if emulated is None else open_lab(emulated, Path(scratch)) as lab,
     ):
         _check_room(plan, job)
-        write_document(job, Path(scratch) / "job.json")
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_processes(plan),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=_MONITOR_INTERVAL_S,
-            run_id=Path(scratch).name,
-            # The agent's files go with the run; by default they stay in the folder of temporary files.
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch) / "agent")),
-            # Without SIGINT: Ctrl-C stays a KeyboardInterrupt here, and the agent ends its ranks by SIGTERM. Passed on
-            # as SIGINT, a rank that is still importing would answer with a traceback.
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-        )
         own = ("meshwright.training", str(Path(scratch) / "job.json"), scratch, str(os.getpid()))
         arguments = ("-m", *own) if lab is None else (*lab.arguments, *own)
         sink = events or NullSink()
-        try:
-            with (
-                _hidden_devices(plan),
-                _quiet_agent(),
-                _forward_progress(Path(scratch), job.num_steps, sink if lab is None else _ClockStarter(sink, lab)),
-            ):
-                elastic_launch(config, sys.executable)(*arguments)
-        except ChildFailedError as error:
-            raise RunError(_explain(error.failures, Path(scratch), job)) from None
-        except (KeyboardInterrupt, SignalException) as error:
-            name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
-            raise RunError(
-                f"The run was stopped by {name}; all ranks were ended and no results were written. {_start_again(job)}"
-            ) from None
-        return _keep_results(Path(scratch), folder)
+        progress = Progress(job.num_steps, sink if lab is None else _ClockStarter(sink, lab))
+        attempt = job
+        for number in itertools.count():
+            write_document(attempt, Path(scratch) / "job.json")
+            try:
+                with _hidden_devices(plan), _quiet_agent(), progress.followed(Path(scratch)):
+                    elastic_launch(_configure(plan, Path(scratch), number), sys.executable)(*arguments)
+                break
+            except ChildFailedError as error:
+                why = _explain(error.failures, Path(scratch), job)
+                if number == job.restarts or not _may_restart(error.failures, Path(scratch)):
+                    raise RunError(why) from None
+                for path in Path(scratch).glob("error-*.json"):
+                    path.unlink()
+                attempt = _continued(job)
+                cause = why.splitlines()[0].partition(";")[0].partition(" (")[0].rstrip(".")
+                source = find_newest(Path(job.checkpoint)) if attempt.resume and job.checkpoint else "the start"
+                sys.stderr.write(f"{cause}; starting again from {source}, {number + 1} of {job.restarts} restarts.\n")
+                progress.failed(cause)
+            except (KeyboardInterrupt, SignalException) as error:
+                name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
+                raise RunError(
+                    f"The run was stopped by {name}; all ranks were ended and no results were written. "
+                    f"{_start_again(job)}"
+                ) from None
+        return _keep_results(Path(scratch), folder, progress)
+
+
+def _configure(plan: Plan | Placement, scratch: Path, attempt: int) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes(plan),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=_MONITOR_INTERVAL_S,
+        run_id=f"{scratch.name}-{attempt}",
+        # The agent's files go with the run; by default they stay in the folder of temporary files.
+        logs_specs=DefaultLogsSpecs(log_dir=str(scratch / f"agent-{attempt}")),
+        # Without SIGINT: Ctrl-C stays a KeyboardInterrupt here, and the agent ends its ranks by SIGTERM. Passed on as
+        # SIGINT, a rank that is still importing would answer with a traceback.
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+    )
+
+
+def _may_restart(failures: Mapping[int, ProcessFailure], scratch: Path) -> bool:
+    """Whether ranks died or hung, which a restart may mend; errors of the job would come again."""
+    errors = [report for rank in failures if (report := _read_error(scratch, rank)) is not None]
+    is_mended = [report["kind"] == HANG or _is_connection_error(report["message"]) for report in errors]
+    return all(is_mended)
+
+
+def _continued(job: Job) -> Job:
+    """The job that continues from the newest checkpoint, or from the start."""
+    has_checkpoint = job.checkpoint is not None and find_newest(Path(job.checkpoint)) is not None
+    return replace(job, resume=has_checkpoint)
 
 
 class _ClockStarter:
@@ -238,7 +266,12 @@ def _refuse_training(job: Job) -> None:
 
 def _check_policy_run(plan: Plan, job: Job) -> None:
     """Raise PlanError for options that runs under an exchange policy do not have, and as `check_policy`."""
-    lost = {"--repair": job.repair, "--clip-norm": job.clip_norm, "--checkpoint": job.checkpoint}
+    lost = {
+        "--repair": job.repair,
+        "--clip-norm": job.clip_norm,
+        "--checkpoint": job.checkpoint,
+        "--restarts": job.restarts or None,
+    }
     refuse_under(plan.exchange.policy, job.plan, lost, choose_device(plan, job.device))
     check_policy(plan, job.num_steps)
 
@@ -305,8 +338,8 @@ def _check_writable(folder: Path) -> None:
         ) from None
 
 
-def _keep_results(scratch: Path, folder: Path) -> RunResult:
-    result = read_document(RunResult, scratch / RESULT_FILE)
+def _keep_results(scratch: Path, folder: Path, progress: Progress) -> RunResult:
+    result = progress.complete(read_document(RunResult, scratch / RESULT_FILE))
     timeline = (scratch / TIMELINE_FILE).read_text(encoding="utf-8")
     decisions = (scratch / DECISIONS_FILE).read_text(encoding="utf-8") if result.decisions else None
     return write_results(folder, Trained(result, timeline, decisions))
@@ -324,11 +357,7 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
     killed = [rank for rank, item in failures.items() if item.exitcode < 0 and item.exitcode != -signal.SIGTERM]
     # The agent ends the others by SIGTERM when it has noticed failures, and lists the ranks in the order of both.
     ended = [rank for rank, item in failures.items() if item.exitcode == -signal.SIGTERM]
-    reports = []
-    for rank in failures:
-        path = error_file(scratch, rank)
-        if path.exists():
-            reports.append(json.loads(path.read_text()))
+    reports = [report for rank in failures if (report := _read_error(scratch, rank)) is not None]
     if hang := next((report for report in reports if report["kind"] == HANG), None):
         message, _, stacks = hang["message"].partition("\n")
         return f"{message} The ranks were ended. {_start_again(job)}" + (f"\n{stacks}" if stacks else "")
@@ -356,6 +385,13 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
     return f"Rank {rank} ended with exit code {failures[rank].exitcode}; its output is above."
 
 
+def _read_error(scratch: Path, rank: int) -> dict[str, Any] | None:
+    """The error that a rank wrote; None if it wrote none."""
+    path = error_file(scratch, rank)
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as SIGKILL; its number if it has none."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -381,41 +417,6 @@ def _quiet_agent() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _forward_progress(scratch: Path, num_steps: int, events: EventSink) -> Iterator[None]:
-    """Turn rank 0's progress lines into events during the run."""
-    done = threading.Event()
-    thread = threading.Thread(target=_follow, args=(scratch / PROGRESS_FILE, num_steps, events, done), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join(timeout=5)
-
-
-def _follow(path: Path, num_steps: int, events: EventSink, done: threading.Event) -> None:
-    position = 0
-    while True:
-        finished = done.is_set()
-        if path.exists():
-            with path.open() as file:
-                file.seek(position)
-                while (line := file.readline()).endswith("\n"):
-                    position = file.tell()
-                    row = json.loads(line)
-                    if "task" in row:
-                        events.progress(row["task"], row["done"], row["total"])
-                        continue
-                    for place, loss in enumerate(row["losses"], row["last_loss"] - len(row["losses"]) + 1):
-                        events.metric("loss", loss, place)
-                    events.metric("samples_per_s", row["samples_per_s"], row["step"])
-                    events.progress("steps", row["step"], num_steps)
-        if finished:
-            return
-        time.sleep(0.1)
-
-
 def started_by_torchrun() -> bool:
     """Return whether torchrun started this process as a rank (torch.distributed.run sets both variables)."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
@@ -435,6 +436,8 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     read_runnable_plan(job)
     take_cores(job.pin_cores)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        job = _continued(job)
 
     def report(facts: StepFacts) -> None:
         for place, loss in enumerate(facts.losses, facts.last_loss - len(facts.losses) + 1):

@@ -275,7 +275,7 @@ def train_by_policy(job: Job, plan: Plan, report: Callable[[StepFacts], None], e
     timeline = number_steps(decided.timeline(), job.num_steps, strict=False)
     seconds = timeline.step_seconds().tolist()
     num_used = plan.workload.global_batch * plan.used_share
-    report(StepFacts(job.num_steps, trainer.losses, job.num_steps, num_used / seconds[-1]))
+    report(StepFacts(job.num_steps, trainer.losses, job.num_steps, num_used / seconds[-1], seconds[-1]))
     # As in the simulation: the first steps fill queues, in the last ones some replicas have ended.
     shown = steady_window(timeline)[0]
     if job.first_recorded is not None:
@@ -429,7 +429,8 @@ class _Steps:
         self._count += isinstance(instruction, OptimizerStep)
         if isinstance(instruction, OptimizerStep) and self._count % self._each == 0:
             now = time.perf_counter()
-            self._report(StepFacts(self._count // self._each, (), 0, self._num_samples / (now - self._since)))
+            taken = now - self._since
+            self._report(StepFacts(self._count // self._each, (), 0, self._num_samples / taken, taken))
             self._since = now
 
 

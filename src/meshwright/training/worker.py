@@ -436,7 +436,7 @@ def train_job(
         known += len(new)
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]
-            report(StepFacts(step + 1, new, done + known, per_s))
+            report(StepFacts(step + 1, new, done + known, per_s, seconds[-1]))
         if job.checkpoint is not None and saving.is_due(step + 1):
             start = time.perf_counter()
             keep, every = job.checkpoint_keep, job.checkpoint_keep_every
