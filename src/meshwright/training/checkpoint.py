@@ -215,12 +215,14 @@ class Checkpoints:
         _refuse_others(folder, num_steps)
         name = f"step-{num_steps:08d}"
         beside = folder / agree(f".{name}.{secrets.token_hex(4)}")
-        error = ""
+        error, parts, facts = "", [], Facts()
         try:
             beside.mkdir(parents=True, exist_ok=True)
+            parts, facts = take_apart(self._session)
         except OSError as problem:
             error = _cannot_write(folder, problem)
-        parts, facts = take_apart(self._session)
+        except RunError as problem:
+            error = str(problem)
         self._raise_first(error, parts)
         copies = self._copy([part for part in parts if (part.name, part.box) in self._own])
         arguments = next(self._numbers), folder, beside, folder / name, copies, facts, num_steps, keep
@@ -300,7 +302,8 @@ class Checkpoints:
                 try:
                     write_document(manifest, beside / _MANIFEST)
                     _sync(beside)
-                    shutil.rmtree(target, ignore_errors=True)
+                    if target.exists():
+                        target.rename(beside.with_name(f"{beside.name}.before"))
                     beside.rename(target)
                     _sync(folder)
                     _drop_old(folder, keep)
