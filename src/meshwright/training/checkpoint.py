@@ -215,7 +215,8 @@ class Checkpoints:
         _refuse_others(folder, num_steps)
         name = f"step-{num_steps:08d}"
         beside = folder / agree(f".{name}.{secrets.token_hex(4)}")
-        error, parts, facts = "", [], Facts()
+        error, facts = "", Facts()
+        parts: list[Part] = []
         try:
             beside.mkdir(parents=True, exist_ok=True)
             parts, facts = take_apart(self._session)
