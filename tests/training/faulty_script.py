@@ -67,7 +67,14 @@ class Slow:
         return torch.ones(4), torch.zeros(4)
 
 
-def lag(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def again():
+    """The arguments of `prepare` for a second trainer."""
+    torch.manual_seed(3)
+    model, batch, loss = build()
+    return model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch
+
+
+def lag(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], _plan: str) -> None:
     delay["s"] = 0.01
     for step in range(250):
         if step == 100 and trainer.rank == 1:
@@ -75,11 +82,26 @@ def lag(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         trainer.step(*batch)
 
 
+def two(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], plan: str) -> None:
+    other = meshwright.prepare(*again(), plan=plan, hang_after_s=2.0)
+    for _ in range(100):
+        trainer.step(*batch)
+        time.sleep(0.05)
+    other.step(*batch)
+    print("both", flush=True)
+
+
+def background(trainer: Trainer, batch: tuple[torch.Tensor, torch.Tensor], plan: str) -> None:
+    trainer.step(*batch)
+    trainer.save_checkpoint(f"{plan}.kept", in_background=True)
+
+
+ALONE = {"lag": lag, "two": two, "background": background}
+
+
 def main(plan: str, fault: str, hang_after: str) -> None:
     watch.PACE_S = 1.0
-    torch.manual_seed(3)
-    model, batch, loss = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, loss, optimizer, batch = again()
     feeds = {"iterable": Feed(dataset=Samples(40)), "dataset": Feed(dataset=Slow(), epochs=4)}
     trainer = meshwright.prepare(
         model,
@@ -94,8 +116,8 @@ def main(plan: str, fault: str, hang_after: str) -> None:
     if fault in feeds:
         print("steps:", sum(1 for _ in trainer.train()), flush=True)
         return
-    if fault == "lag":
-        lag(trainer, batch)
+    if fault in ALONE:
+        ALONE[fault](trainer, batch, plan)
         return
     for step in itertools.count():
         inputs = torch.full((8, 4), float(step))
@@ -104,6 +126,8 @@ def main(plan: str, fault: str, hang_after: str) -> None:
                 time.sleep(600)
             if fault == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "raise":
+                raise ValueError("this sample is broken")
             if fault in ("save", "exit"):
                 break
             if fault == "data":

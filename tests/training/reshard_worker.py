@@ -41,7 +41,17 @@ class Net(nn.Module):
         return self.scale * self.down(nn.functional.dropout(torch.relu(self.up(self.norm(x))), 0.2, self.training))
 
 
-def trainer_of(case, seed, *, width=6, run_seed=0, dtype=torch.float64, precision="float32", **changes):
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def trainer_of(
+    case, seed, *, width=6, run_seed=0, dtype=torch.float64, precision="float32", optimizer=adamw, **changes
+):
     torch.manual_seed(seed)
     model = Net(width).train().to(dtype)
     example = torch.randn(2, 4, dtype=dtype), torch.tensor([0, 1])
@@ -50,7 +60,7 @@ def trainer_of(case, seed, *, width=6, run_seed=0, dtype=torch.float64, precisio
     plan = plan_of(graph, **(CASES[case] | changes))
     plan = replace(plan, workload=replace(plan.workload, precision=precision))
     options = {"plan": plan, "feed": feed, "run_seed": run_seed, "verify": False}
-    return prepare(model, LOSS, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), example, **options)
+    return prepare(model, LOSS, optimizer, example, **options)
 
 
 class Cast(torch.utils.data.Dataset):
@@ -104,6 +114,7 @@ def refusals(folder):
     for name, options in (
         ("model", {"width": 5}),
         ("seed", {"run_seed": 5}),
+        ("optimizer", {"optimizer": momentum}),
     ):
         trainer = trainer_of("zero 1", 3, **options)
         try:

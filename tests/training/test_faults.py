@@ -16,7 +16,7 @@ import torch
 from meshwright.capture import capture_model
 from meshwright.spec import DocumentError, RunError
 from meshwright.training import Job, run_plan
-from meshwright.training.checkpoint import save_state
+from meshwright.training.checkpoint import find_newest, save_state
 from meshwright.training.losses import digest_batch
 from meshwright.training.watch import Paces, RankState
 from meshwright.zoo import load_model
@@ -72,6 +72,29 @@ def test_the_odd_rank_is_named(tmp_path, fault, hang_after, said, pipeline):
     assert said in shown, shown
     if fault in ("loop", "stop"):
         assert "faulty_script.py" in shown.partition("tack")[2], "the stack of the rank"
+
+
+@pytest.mark.long
+def test_who_waits_for_a_rank_that_failed_says_so(tmp_path):
+    code, shown = run_script(plan_of(tmp_path, pipeline=False), "raise")
+    assert code == 1
+    assert "ValueError: this sample is broken" in shown
+    assert "has ended after" not in shown
+
+
+@pytest.mark.long
+def test_an_idle_trainer_beside_another_one_does_not_hang(tmp_path):
+    code, shown = run_script(plan_of(tmp_path, pipeline=False), "two", 2)
+    assert code == 0, shown
+    assert shown.count("both") == 2
+
+
+@pytest.mark.long
+def test_a_checkpoint_in_the_background_is_complete_at_the_end_of_a_script(tmp_path):
+    plan = plan_of(tmp_path, pipeline=False)
+    code, shown = run_script(plan, "background")
+    assert code == 0, shown
+    assert find_newest(Path(f"{plan}.kept")).name == "step-00000001"
 
 
 @pytest.mark.long

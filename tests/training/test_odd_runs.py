@@ -101,8 +101,17 @@ def test_a_checkpoint_that_was_changed_or_is_of_other_settings_is_refused(meshwr
     assert code == 0, said
     assert "6 in all" in said
     assert Path("kept/damaged-step-00000004").is_dir(), "what was damaged stays, and the checkpoint before it is used"
-    for path in Path("kept").glob("step-*/manifest.json"):
-        path.write_text(path.read_text()[:40])
+    # The newest one gets a file that is not its own, the other one another number of steps, or the end of a file.
+    newest, older = Path("kept/step-00000006"), Path("kept/step-00000002")
+    shutil.copy(newest / "process-0.safetensors", newest / "process-9.safetensors")
+    manifest = older / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"num_steps": 2', '"num_steps": 3'))
+    code, said = meshwright("run", "plan.json", "--steps", 8, "--checkpoint", "kept", "--resume")
+    assert code == 1
+    assert sorted(path.name for path in Path("kept").iterdir()) == [f"damaged-step-0000000{n}" for n in (2, 4, 6)]
+    Path("kept/damaged-step-00000006").rename(newest)
+    (newest / "process-9.safetensors").unlink()
+    (newest / "manifest.json").write_text((newest / "manifest.json").read_text()[:40])
     code, said = meshwright("run", "plan.json", "--steps", 8, "--checkpoint", "kept", "--resume")
     assert code == 1
     assert "the checkpoint cannot be read" in said

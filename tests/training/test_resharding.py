@@ -35,6 +35,7 @@ def test_what_does_not_fit_is_refused(results):
     said = results["said"]
     assert "model.down.weight has the shape [6, 8] in the checkpoint and [5, 8] in the model" in said["model"]
     assert "the checkpoint has seed 0, but the run has 5" in said["seed"]
+    assert "the checkpoint has optimizer AdamW, but the run has SGD" in said["optimizer"]
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from enum import Enum
+from weakref import WeakSet
 
 from meshwright.runtime.rank_program import Computed, HostItem, IssuedInstruction, RankProgram, SectionName
 from meshwright.spec import instruction_name
@@ -22,6 +23,11 @@ class Phase(Enum):
     # A call in which all ranks take part, such as a checkpoint.
     CALL = "calls `{call}` after step {done}"
     ENDED = "has ended after step {done}"
+    FAILED = "has failed after step {done}"
+
+
+# Those of this process, which may have several trainers.
+EVERY_POSITION: WeakSet[Position] = WeakSet()
 
 
 class Position:
@@ -29,14 +35,16 @@ class Position:
 
     ``count`` changes with every instruction and phase. ``step``: the number (from 0) of the current or next step.
     ``slowest_s``: the time of the slowest step, before the first one that of the start. ``waited_s`` and
-    ``computed_s``: the seconds in which all steps waited for others, and the rest of their time.
+    ``computed_s``: the seconds in which all steps waited for others, and the rest of their time and of reading batches.
+    ``has_stepped``: whether a step has ended.
     """
 
     def __init__(self) -> None:
         self.phase, self.call, self.step = Phase.START, "", 0
+        EVERY_POSITION.add(self)
         self.count, self.slowest_s, self.waited_s, self.computed_s = 0, 0.0, 0.0, 0.0
         self._waited_before_s = 0.0
-        self.entered_s, self._has_stepped = time.monotonic(), False
+        self.entered_s, self.has_stepped = time.monotonic(), False
         # The instructions of the section that runs: the number of the current one, and of one that it waits for.
         self.programs: Mapping[SectionName, RankProgram] = {}
         self.section: SectionName = "body"
@@ -48,8 +56,9 @@ class Position:
         if self.phase is Phase.START:
             self.slowest_s = now - self.entered_s
         elif self.phase is Phase.STEP:
-            self.slowest_s = max(self.slowest_s if self._has_stepped else 0.0, now - self.entered_s)
-            self._has_stepped = True
+            self.slowest_s = max(self.slowest_s if self.has_stepped else 0.0, now - self.entered_s)
+            self.has_stepped = True
+        if self.phase in (Phase.STEP, Phase.READING):
             self.computed_s += now - self.entered_s - (self.waited_s - self._waited_before_s)
         self._waited_before_s = self.waited_s
         self.phase, self.call, self.step, self.entered_s = phase, call, step, now

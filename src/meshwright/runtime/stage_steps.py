@@ -93,6 +93,11 @@ class StageSteps:
         return [*self._masters.masters.values()]
 
     @property
+    def optimizer_name(self) -> str:
+        """The class of the optimizer; "" on a rank without one."""
+        return type(self._optimizer).__name__ if self._optimizer is not None else ""
+
+    @property
     def optimized(self) -> list[int]:
         """The tensor ids of the optimizer's parameters, in the order of its ``state_dict``."""
         ids = {id(item): tensor for tensor, item in self._masters.updated.items()}

@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -45,7 +46,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from meshwright.runtime import Session
+from meshwright.runtime import COMMUNICATION_TIMEOUT, Session
 from meshwright.spec import (
     DocumentError,
     MeshwrightError,
@@ -76,7 +77,8 @@ class CheckpointManifest:
     """The file ``manifest.json`` of a checkpoint: which run it belongs to, and after how many steps.
 
     ``plan_hash`` and ``num_processes``: of the plan that wrote it. ``settings``: pairs of name and value that a run
-    must have to continue. ``sums``: pairs of a file's name and its SHA-256.
+    must have to continue. ``sums``: pairs of a file's name and its SHA-256. ``own_sum``: the hash of the manifest
+    without this field.
     """
 
     plan_hash: str
@@ -85,6 +87,7 @@ class CheckpointManifest:
     run_seed: int
     settings: tuple[tuple[str, str], ...] = ()
     sums: tuple[tuple[str, str], ...] = ()
+    own_sum: str = ""
 
     SCHEMA_VERSION: ClassVar[int] = 2
 
@@ -202,6 +205,7 @@ class Checkpoints:
         self._own: set[tuple[str, Box]] = set()
         self._copies: dict[tuple[str, Box], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
+        self._num_processes, self._rank = dist.get_world_size(), session.rank
         self._error, self.write_s = "", 0.0
 
     def save(self, folder: Path, num_steps: int, keep: Rule) -> Path:
@@ -212,22 +216,22 @@ class Checkpoints:
         steps, which belongs to another run.
         """
         self.wait()
-        _refuse_others(folder, num_steps)
         name = f"step-{num_steps:08d}"
         beside = folder / agree(f".{name}.{secrets.token_hex(4)}")
         error, facts = "", Facts()
         parts: list[Part] = []
         try:
+            _refuse_others(folder, num_steps)
             beside.mkdir(parents=True, exist_ok=True)
             parts, facts = take_apart(self._session)
         except OSError as problem:
             error = _cannot_write(folder, problem)
         except RunError as problem:
             error = str(problem)
-        self._raise_first(error, parts)
+        self._raise_first(error, parts, beside)
         copies = self._copy([part for part in parts if (part.name, part.box) in self._own])
         arguments = next(self._numbers), folder, beside, folder / name, copies, facts, num_steps, keep
-        self._thread = threading.Thread(target=self._write, args=arguments, name="meshwright-checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="meshwright-checkpoint")
         self._thread.start()
         return folder / name
 
@@ -242,7 +246,14 @@ class Checkpoints:
         if errors:
             raise RunError(errors[0])
 
-    def _raise_first(self, error: str, parts: Sequence[Part]) -> None:
+    def leave(self) -> None:
+        """Wait for this process's part of the last checkpoint, without the others; errors are reported on stderr."""
+        if self._thread is not None:
+            self._thread.join()
+            if self._error:
+                sys.stderr.write(f"meshwright: {self._error}\n")
+
+    def _raise_first(self, error: str, parts: Sequence[Part], beside: Path) -> None:
         """Tell all processes about an error, and which boxes this one holds; then choose those that it writes."""
         held = [(part.name, part.box) for part in parts]
         rank = self._session.rank
@@ -250,6 +261,8 @@ class Checkpoints:
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, (error, is_known))
         if errors := [found for found, _ in told if found]:
+            if self._rank == 0:
+                shutil.rmtree(beside, ignore_errors=True)
             raise RunError(errors[0])
         if not all(known for _, known in told):
             self._held = [[] for _ in told]
@@ -285,23 +298,26 @@ class Checkpoints:
         """Write this process's files; on process 0 also wait for the others, and complete the checkpoint."""
         sums, error, start = {}, "", time.monotonic()
         try:
-            sums = _write_files(beside, self._session.rank, parts, facts)
+            sums = _write_files(beside, self._rank, parts, facts)
         except Exception as problem:
-            error = _cannot_write(folder, problem, self._session.rank)
-        every = self._tell(number, sums, error)
-        if self._session.rank == 0:
-            error = next((found["error"] for found in every if found["error"]), "")
+            error = _cannot_write(folder, problem, self._rank)
+        try:
+            every = self._tell(number, sums, error)
+        except Exception as problem:
+            every, error = [], _cannot_write(folder, problem, self._rank)
+        if self._rank == 0:
+            error = next((found["error"] for found in every if found["error"]), error if not every else "")
             if not error:
                 manifest = CheckpointManifest(
                     plan_hash=_hash_of(self._session.plan),
-                    num_processes=dist.get_world_size(),
+                    num_processes=self._num_processes,
                     num_steps=num_steps,
                     run_seed=self._run_seed,
                     settings=tuple(self._settings.items()),
                     sums=tuple((name, value) for found in every for name, value in found["sums"].items()),
                 )
                 try:
-                    write_document(manifest, beside / _MANIFEST)
+                    write_document(replace(manifest, own_sum=content_hash(manifest)), beside / _MANIFEST)
                     _sync(beside)
                     if target.exists():
                         target.rename(beside.with_name(f"{beside.name}.before"))
@@ -317,12 +333,15 @@ class Checkpoints:
     def _tell(self, number: int, sums: Mapping[str, str], error: str) -> list[dict[str, Any]]:
         """Tell process 0 that this one has written its files; there, wait for all."""
         own = {"sums": sums, "error": error}
-        names = [f"{number}/{rank}" for rank in range(dist.get_world_size())]
-        self._store.set(names[self._session.rank], json.dumps(own))
-        if self._session.rank:
+        names = [f"{number}/{rank}" for rank in range(self._num_processes)]
+        self._store.set(names[self._rank], json.dumps(own))
+        if self._rank:
             return []
         # A wait would block the other users of the store.
+        deadline = time.monotonic() + COMMUNICATION_TIMEOUT.total_seconds()
         while not self._store.check(names):
+            if time.monotonic() > deadline:
+                raise TimeoutError("another process has not written its files in time")
             time.sleep(_POLL_S)
         return [json.loads(self._store.get(name)) for name in names]
 
@@ -396,12 +415,17 @@ def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Map
         damages = [found for found in _gather(_find_damage(Path(newest), session.rank)) if found]
         if not damages:
             return _load(session, Path(newest), run_seed, settings)
+        error, away = "", folder / f"damaged-{Path(newest).name}"
         if session.rank == 0:
-            away = folder / f"damaged-{Path(newest).name}"
-            shutil.rmtree(away, ignore_errors=True)
-            Path(newest).rename(away)
+            try:
+                shutil.rmtree(away, ignore_errors=True)
+                Path(newest).rename(away)
+            except OSError as problem:
+                error = f"{damages[0]} It cannot be renamed ({problem.strerror}): remove it to use the one before it."
+        if error := agree(error):
+            raise RunError(error)
+        if session.rank == 0:
             warnings.warn(f"{damages[0]} The checkpoint before it is used; this one is now {away}.", stacklevel=2)
-        dist.barrier()
     raise RunError(f"{damages[0]} No other checkpoint is left: start without --resume, or from saved weights.")
 
 
@@ -409,6 +433,10 @@ def _find_damage(path: Path, rank: int) -> str:
     """What is wrong with a checkpoint, as a sentence; "" if nothing is. Each process looks at some of the files."""
     try:
         manifest = read_document(CheckpointManifest, path / _MANIFEST)
+        if content_hash(replace(manifest, own_sum="")) != manifest.own_sum or manifest.num_steps != _steps_of(path):
+            return f"{path / _MANIFEST}: the file was changed after the checkpoint was written."
+        if others := {item.name for item in path.glob(f"*{_SUFFIX}")} - {name for name, _ in manifest.sums}:
+            return f"{path}: {', '.join(sorted(others))} is not of the checkpoint."
         for name, value in manifest.sums[rank :: dist.get_world_size()]:
             if Path(name).name != name or _sum_of(path / name) != value:
                 return f"{path / name}: the file was changed after the checkpoint was written."
@@ -484,6 +512,8 @@ class _Planner(DefaultLoadPlanner):
             assert isinstance(facts, TensorStorageMetadata), "there is nothing else"
             chunk = ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
             found = create_read_items_for_chunk_list(part.name, facts, [chunk])
+            if sum(torch.Size(item.lengths).numel() for item in found) < part.value.numel():
+                raise RunError(f"{part.name}: the checkpoint lacks a part of this tensor. Use another checkpoint.")
             items += [replace(item, dest_index=MetadataIndex(str(place))) for item in found]
         return LoadPlan(items)
 

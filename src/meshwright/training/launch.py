@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +74,7 @@ from meshwright.training.job import (
 )
 from meshwright.training.peak_memory import predict_memory
 from meshwright.training.policy_run import refuse_under
-from meshwright.training.progress import Progress
+from meshwright.training.progress import Progress, scratch_folder
 from meshwright.training.watch import HANG, is_connection_error
 from meshwright.training.worker import take_cores, train_job
 
@@ -96,7 +95,7 @@ def run_plan(
     plan = read_runnable_plan(job)
     with (
         claimed(folder, job),
-        tempfile.TemporaryDirectory(prefix="meshwright-run-") as scratch,
+        scratch_folder() as scratch,
         contextlib.nullcontext() if emulated is None else open_lab(emulated, Path(scratch)) as lab,
     ):
         _check_room(plan, job)
@@ -271,6 +270,7 @@ def _check_policy_run(plan: Plan, job: Job) -> None:
         "--clip-norm": job.clip_norm,
         "--checkpoint": job.checkpoint,
         "--restarts": job.restarts or None,
+        "--hang-after": job.hang_after_s,
     }
     refuse_under(plan.exchange.policy, job.plan, lost, choose_device(plan, job.device))
     check_policy(plan, job.num_steps)
@@ -379,6 +379,9 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> st
             return f"Rank {first['rank']} ran out of memory: {what}; the other ranks were ended. {advice}"
         if first["kind"] == NotFiniteError.__name__:
             return f"{first['message']} {_start_again(job)}" if job.checkpoint is not None else first["message"]
+        if len(reports) == len(failures) > 1 and len({report["message"] for report in reports}) == 1:
+            # All ranks raise what they agreed on, such as a folder that cannot be written to.
+            return first["message"]
         detail = f"\n{first['traceback'].rstrip()}" if first["traceback"] else ""
         return f"Rank {first['rank']} failed: {first['message']}{detail}"
     rank = min(failures, key=lambda item: failures[item].timestamp)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def digest_batch(tensors: Sequence[torch.Tensor], num_ranks: int) -> torch.Tenso
     return (total >> (63 - bits)) & ((1 << bits) - 1)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _weights(count: int, device: torch.device) -> torch.Tensor:
     """Odd numbers in a fixed random order."""
     drawn = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,32 @@ from typing import Any
 from meshwright.spec import EventSink
 from meshwright.training.job import PROGRESS_FILE, Restart, RunResult
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _POLL_S = 0.1
+_PREFIX, _LOCK = "meshwright-run-", "lock"
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[str]:
+    """Yield a folder for the files of a run's processes, removed after the block.
+
+    It is locked meanwhile; folders that nothing locks, because their launcher was killed, are removed, too.
+    """
+    if fcntl is not None:
+        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+            with contextlib.suppress(OSError), left.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch, (Path(scratch) / "unlocked").open("a") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Only now can another run see the lock.
+            Path(file.name).rename(Path(scratch) / _LOCK)
+        yield scratch
 
 
 class Progress:

@@ -73,7 +73,7 @@ from meshwright.training.losses import Losses, digest_batch
 from meshwright.training.peak_memory import MemoryMeter
 from meshwright.training.policy_run import PolicyTrainer, refuse_under
 from meshwright.training.precision import bind_plan, capture_in_precision, cast_batch, cast_type, recaptures
-from meshwright.training.watch import Watch, is_connection_error, watch_rank
+from meshwright.training.watch import Watch, explained, watch_rank
 from meshwright.zoo import ModelSource
 
 
@@ -223,6 +223,7 @@ def prepare(
     settings = {
         "clip norm": str(clip_norm),
         "global batch": str(plan.workload.global_batch),
+        **({"optimizer": session.updates.optimizer_name} if session.updates.optimizer_name else {}),
         **({"repair": str(repair)} if isinstance(plan, Plan) and plan.is_asynchronous else {}),
         "data set": feed.describe_order() if feed is not None else str(None),
     }
@@ -333,18 +334,8 @@ class Trainer:
             check_same_batch(tensors)
             self._is_checked = True
         self.position.enter(Phase.STEP, self._steps)
-        with self._explained():
+        with explained(self.watch):
             return tensors, self._session.run_step(self._steps, tensors)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise RunError instead of a connection error, if it is known that another rank left the loop."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self.watch is None or not is_connection_error(str(error)) or not (why := self.watch.explain_lost()):
-                raise
-            raise RunError(why) from error
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
@@ -352,7 +343,7 @@ class Trainer:
         phase, call = self.position.phase, self.position.call
         self.position.enter(Phase.CALL, self._steps, call if phase is Phase.CALL else name)
         try:
-            with self._explained():
+            with explained(self.watch):
                 yield
         finally:
             self.position.enter(Phase.BETWEEN if phase is Phase.START else phase, self._steps, call)
@@ -390,7 +381,7 @@ class Trainer:
                     break
                 inputs = session.coming_inputs(count, partial(queue.take, index))
                 self.position.enter(Phase.STEP, self._steps)
-                with self._explained():
+                with explained(self.watch):
                     made = session.run_microbatches(self._steps, count, inputs)
                 queue.forget(index - session.steps.num_filling)
                 try:
@@ -415,7 +406,7 @@ class Trainer:
         """Count a step, and add its losses."""
         assert self._losses is not None, "what trains has losses"
         start_s = time.monotonic()
-        with self._explained():
+        with explained(self.watch):
             self._losses.add(self._steps, made, count, digest)
         self.position.waited_s += time.monotonic() - start_s
         self._steps += 1
@@ -565,8 +556,10 @@ class Trainer:
         """
         if self._steps:
             raise RunError(f"`resume` was called after {self._steps} steps. Call it before the first step.")
-        self._steps = self._num_resumed = load_checkpoint(self._session, Path(folder), self._run_seed, self._settings)
-        return self._steps
+        with self._calling("resume"):
+            done = load_checkpoint(self._session, Path(folder), self._run_seed, self._settings)
+        self._steps = self._num_resumed = done
+        return done
 
     @property
     def num_filling_steps(self) -> int:
@@ -581,6 +574,8 @@ class Trainer:
         """Remove the hooks from the user's parameters, and release offloaded states."""
         if self.watch is not None:
             self.watch.stop()
+        if self._checkpoints is not None:
+            self._checkpoints.leave()
         self._session.close()
 
 

@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -36,8 +37,8 @@ import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from meshwright.runtime import Phase, Position
-from meshwright.spec import format_seconds
+from meshwright.runtime import EVERY_POSITION, Phase, Position
+from meshwright.spec import RunError, format_seconds
 
 LEAST_LIMIT_S = 30.0
 # The limit is this number times the slowest step.
@@ -60,8 +61,10 @@ _WAITING = (
     "runtime/replica_broadcast.py",
     "runtime/teams/team_operators.py",
     "training/losses.py",
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
 )
-_WAITING_PACKAGE = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _ANOTHER_LIMIT = "--hang-after, or hang_after_s of `prepare`, sets another one."
 _LIMITED = (Phase.READING, Phase.STEP)
 
@@ -91,8 +94,10 @@ def watch_rank(position: Position, limit_s: float | None) -> Watch | None:
     """Return a watch of this rank, in a group with a store; None for other groups. All ranks call it together.
 
     ``limit_s``: the limit for steps and for the script between them; None for the usual one, without one for the
-    script. A rank that hangs ends the process, with a message on stderr.
+    script. A rank that hangs ends the process, with a message on stderr. Raises RunError for a limit that is no time.
     """
+    if limit_s is not None and not limit_s > 0:
+        raise RunError(f"hang_after_s={limit_s} was given; expected seconds above 0, or math.inf for no limit.")
     number = next(_NUMBERS)
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
@@ -125,6 +130,17 @@ def is_connection_error(message: str) -> bool:
     return any(words in message for words in _LOST_CONNECTION)
 
 
+@contextlib.contextmanager
+def explained(watch: Watch | None) -> Iterator[None]:
+    """Raise RunError instead of a connection error in the block, if it is known that another rank left the loop."""
+    try:
+        yield
+    except RuntimeError as error:
+        if watch is None or not is_connection_error(str(error)) or not (why := watch.explain_lost()):
+            raise
+        raise RunError(why) from error
+
+
 class Watch:
     """Watches a rank, and the ranks that it waits for.
 
@@ -145,7 +161,7 @@ class Watch:
         self._count, self._since_s, self._beats = -1, 0.0, 0
         # For each rank the number of its last known beat, and when it was first read.
         self._heard: dict[int, tuple[int, float]] = {}
-        self._stacks, self._paces = _open_stacks(), Paces()
+        self._stacks, self._paces, self._remarked = _open_stacks(), Paces(), -1
         self._lock, self._over = threading.Lock(), threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._follow, name="meshwright-watch", daemon=True)
@@ -161,7 +177,8 @@ class Watch:
         if not self._over.is_set():
             self._over.set()
             self._thread.join(timeout=2 * _BEAT_S)
-            self._position.enter(Phase.ENDED, self._position.step)
+            has_failed = getattr(sys, "last_value", None) is not None
+            self._position.enter(Phase.FAILED if has_failed else Phase.ENDED, self._position.step)
             with contextlib.suppress(RuntimeError), self._lock:
                 self._write()
 
@@ -185,7 +202,9 @@ class Watch:
     def _beat(self) -> None:
         state = self._write()
         if not state.waits:
-            if state.idle_s > self.limit_s and self._position.phase in self._limited and self._claim():
+            if state.idle_s > self.limit_s and self._position.phase is Phase.BETWEEN and self._limit_s is None:
+                self._remark(state)
+            elif state.idle_s > self.limit_s and self._position.phase in self._limited and self._claim():
                 own = f"Rank {self._rank} hangs: it {state.doing}, without progress for {_shown(state.idle_s)}."
                 self.report(self._compose(own, [self._rank], self._read()) + _own_stacks())
         elif state.idle_s > 2 * self._beat_s and self._beats % max(1, self._num_ranks // _READ_PER_BEAT) == 0:
@@ -196,12 +215,25 @@ class Watch:
                 sys.stderr.write(f"meshwright: {said}\n")
                 sys.stderr.flush()
 
+    def _remark(self, own: RankState) -> None:
+        """Say once that others wait for this rank while it is in the script, which has no limit."""
+        others = self._read()
+        waiting = any(state.waits and state.phase == Phase.STEP.name for state in others.values())
+        if waiting and self._remarked != own.steps:
+            self._remarked = own.steps
+            said = f"Rank {self._rank} {own.doing}, without a step for {_shown(own.idle_s)}."
+            said = f"{self._compose(said, [self._rank], others)}{_own_stacks()}"
+            sys.stderr.write(f"meshwright: {said}The run goes on: give hang_after_s to end it.\n")
+            sys.stderr.flush()
+
     def _write(self) -> RankState:
         position, now_s = self._position, time.monotonic()
         self._clock_s += min(now_s - self._last_s, 2 * self._beat_s)
         self._last_s = now_s
-        if position.count != self._count:
-            self._count, self._since_s = position.count, self._clock_s
+        # A process may have several trainers, of which one is idle.
+        count = sum(item.count for item in EVERY_POSITION)
+        if count != self._count:
+            self._count, self._since_s = count, self._clock_s
         self._beats += 1
         frame = sys._current_frames().get(self._main or 0)
         state = RankState(
@@ -238,7 +270,11 @@ class Watch:
             found = {rank: _find_stop(others[rank]) for rank in silent}
             named = " ".join(f"Rank {rank} has not answered for {_shown(limit)}{found[rank]}." for rank in silent)
             self.report(self._compose(named, silent, others) + _stacks_of(silent, others))
+        # In the first step a slow link may need any time.
+        may_wait = self._limit_s is not None or self._position.has_stepped
+        in_step = {own.phase, *(item.phase for item in others.values())} == {Phase.STEP.name}
         all_wait = len(others) == self._num_ranks - 1 and all(item.waits for item in others.values())
+        all_wait = all_wait and may_wait and in_step
         if all_wait and min(own.idle_s, *(item.idle_s for item in others.values())) > limit and self._claim():
             said = f"All ranks wait for each other for {_shown(limit)}: a link between them is cut, or it is too slow."
             self.report(self._compose(said, [], others))
@@ -247,6 +283,9 @@ class Watch:
         """What to say of ranks that left the loop, while this one is in a later step; else ""."""
         if self._position.phase is not Phase.STEP:
             return ""
+        failed = [f"Rank {rank} {state.doing}" for rank, state in others.items() if state.phase == Phase.FAILED.name]
+        if failed:
+            return f"{', '.join(failed)}; its own error says why."
         step, gone = self._position.step, (Phase.CALL.name, Phase.ENDED.name)
         left = [rank for rank, state in others.items() if state.phase in gone and state.steps <= step]
         if not left:
@@ -324,18 +363,19 @@ def _shown(seconds: float) -> str:
 
 def _waits(frame: FrameType) -> bool:
     """Whether a thread with this innermost frame waits for other ranks."""
-    frames = list(_outwards(frame))
-    names = [item.f_code.co_filename for item in frames]
-    outside = next((name for name in names if not name.endswith(f"{os.sep}threading.py")), "")
-    if outside.replace(os.sep, "/").endswith(_WAITING):
-        return True
-    return any(_WAITING_PACKAGE in name for name in names[:3])
+    names = [item.f_code.co_filename.replace(os.sep, "/") for item in _outwards(frame)]
+    outside = [name for name in names if not name.endswith(("/threading.py", "/torch/_ops.py"))]
+    # Some functions of torch.distributed are wrapped by others of it.
+    return any(name.endswith(_WAITING) for name in outside[:2])
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+_STACKS = "meshwright-stacks"
 
 
 def _own_stacks() -> str:
@@ -354,11 +394,12 @@ def _own_stacks() -> str:
 _STACK_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
 
 
+@cache
 def _open_stacks() -> int:
     """Have this process write its stacks to a file in memory after a signal; return the file's descriptor, or -1."""
     if sys.platform != "linux" or _STACK_SIGNAL is None:
         return -1
-    descriptor = os.memfd_create("meshwright-stacks")
+    descriptor = os.memfd_create(_STACKS)
     faulthandler.register(_STACK_SIGNAL, file=descriptor, all_threads=True)
     return descriptor
 
@@ -371,9 +412,12 @@ def _stacks_of(ranks: Sequence[int], others: Mapping[int, RankState]) -> str:
         if state.host != socket.gethostname() or state.stacks < 0 or _STACK_SIGNAL is None:
             continue
         with contextlib.suppress(OSError):
+            file, deadline = Path(f"/proc/{state.process}/fd/{state.stacks}"), time.monotonic() + _STACK_WAIT_S
+            # The number may belong to another process by now, or on a host of the same name.
+            if _STACKS not in str(file.readlink()):
+                continue
             os.kill(state.process, _STACK_SIGNAL)
             os.kill(state.process, signal.SIGCONT)
-            file, deadline = Path(f"/proc/{state.process}/fd/{state.stacks}"), time.monotonic() + _STACK_WAIT_S
             found, before = file.read_text(), None
             while (not found or found != before) and time.monotonic() < deadline:
                 time.sleep(_STACK_WAIT_S / 10)

@@ -360,8 +360,10 @@ def _run(job: Job, folder: Path, rank: int) -> None:
     """Train, with progress and results as files for the launcher."""
 
     def end(message: str) -> None:
-        _write_error(folder, rank, HANG, message)
-        os._exit(1)
+        try:
+            _write_error(folder, rank, HANG, message)
+        finally:
+            os._exit(1)
 
     with (folder / PROGRESS_FILE).open("a") as progress:
 
