@@ -94,7 +94,7 @@ def watch_rank(position: Position, limit_s: float | None) -> Watch | None:
     """Return a watch of this rank, in a group with a store; None for other groups. All ranks call it together.
 
     ``limit_s``: the limit for steps and for the script between them; None for the usual one, without one for the
-    script. A rank that hangs ends the process, with a message on stderr. Raises RunError for a limit that is no time.
+    script. A rank that hangs ends the process, with a message on stderr. Raises RunError unless it is above 0.
     """
     if limit_s is not None and not limit_s > 0:
         raise RunError(f"hang_after_s={limit_s} was given; expected seconds above 0, or math.inf for no limit.")
