@@ -164,6 +164,7 @@ def prepare(
     Raises PlanError (or GraphMismatchError) if the plan does not match the model, CaptureError if the model cannot be
     captured or the capture computes something else, RunError if a host or its drives lack room for offloaded states.
     """
+    position = Position()
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     policy = plan.exchange.policy if isinstance(plan, Plan) else ""
     if policy or num_steps is not None:
@@ -204,7 +205,6 @@ def prepare(
         captured = check_capture(captured, model, inputs, targets=targets, loss=loss, autocast=autocast_type(plan))
     if captured.remark and rank == 0:
         warnings.warn(captured.remark, stacklevel=2)
-    position = Position()
     session = open_session(
         captured,
         plan,

@@ -37,7 +37,7 @@ import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from meshwright.runtime import EVERY_POSITION, Phase, Position
+from meshwright.runtime import COMMUNICATION_TIMEOUT, EVERY_POSITION, Phase, Position
 from meshwright.spec import RunError, format_seconds
 
 LEAST_LIMIT_S = 30.0
@@ -49,6 +49,8 @@ PACE_S = 10.0
 _PACE_STEPS = 5
 # A rank lags if it has become slower by this factor than the median of the others.
 _LAG = 1.5
+# A rank that uses the processor for that share of its time may compute.
+_BUSY = 0.2
 # A waiting rank reads the states of that number of ranks per beat.
 _READ_PER_BEAT = 64
 _STACK_WAIT_S = 1.0
@@ -74,8 +76,8 @@ class RankState:
     """What a rank did at its last beat.
 
     ``steps``: the number of steps that it has begun and left; ``computed_s``: their seconds without waits for others.
-    ``idle_s``: seconds since it made progress. ``stacks``:
-    the file descriptor to which it writes its stacks after a signal, -1 without one.
+    ``idle_s``: seconds since it made progress. ``stacks``: the file descriptor to which it writes its stacks after a
+    signal, -1 without one.
     """
 
     beat: int
@@ -158,7 +160,7 @@ class Watch:
         self._main = threading.main_thread().ident
         # Beats measure the time, so that a suspended machine has not hung.
         self._clock_s, self._last_s = 0.0, time.monotonic()
-        self._count, self._since_s, self._beats = -1, 0.0, 0
+        self._count, self._since_s, self._since_used_s, self._beats = -1, 0.0, 0.0, 0
         # For each rank the number of its last known beat, and when it was first read.
         self._heard: dict[int, tuple[int, float]] = {}
         self._stacks, self._paces, self._remarked = _open_stacks(), Paces(), -1
@@ -202,7 +204,9 @@ class Watch:
     def _beat(self) -> None:
         state = self._write()
         if not state.waits:
-            if state.idle_s > self.limit_s and self._position.phase is Phase.BETWEEN and self._limit_s is None:
+            if self._may_compute(state):
+                pass
+            elif state.idle_s > self.limit_s and self._position.phase is Phase.BETWEEN and self._limit_s is None:
                 self._remark(state)
             elif state.idle_s > self.limit_s and self._position.phase in self._limited and self._claim():
                 own = f"Rank {self._rank} hangs: it {state.doing}, without progress for {_shown(state.idle_s)}."
@@ -214,6 +218,12 @@ class Watch:
             if len(every) == self._num_ranks and (said := self._paces.compare(every)):
                 sys.stderr.write(f"meshwright: {said}\n")
                 sys.stderr.flush()
+
+    def _may_compute(self, own: RankState) -> bool:
+        """Whether the rank seems to compute its first step: it uses the processor, and no limit is given."""
+        is_first = not self._position.has_stepped and self._position.phase is Phase.STEP and self._limit_s is None
+        used_s = time.process_time() - self._since_used_s
+        return is_first and used_s > _BUSY * own.idle_s and own.idle_s < COMMUNICATION_TIMEOUT.total_seconds()
 
     def _remark(self, own: RankState) -> None:
         """Say once that others wait for this rank while it is in the script, which has no limit."""
@@ -233,7 +243,7 @@ class Watch:
         # A process may have several trainers, of which one is idle.
         count = sum(item.count for item in EVERY_POSITION)
         if count != self._count:
-            self._count, self._since_s = count, self._clock_s
+            self._count, self._since_s, self._since_used_s = count, self._clock_s, time.process_time()
         self._beats += 1
         frame = sys._current_frames().get(self._main or 0)
         state = RankState(
