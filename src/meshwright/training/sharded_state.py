@@ -14,6 +14,7 @@ numbers (`Facts`). torch.distributed.checkpoint copies between the boxes of a ch
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -334,9 +335,8 @@ class Wanted:
         if optimizer:
             optimizer["state"] = {place: states for place, states in self._states.items() if states}
             for group in optimizer["param_groups"]:
-                names = (self._found.names[session.updates.optimized[place]] for place in group["params"])
-                known = next((facts.options[name] for name in names if name in facts.options), {})
-                group |= {key: _like(group[key], value) for key, value in known.items() if key in group}
+                names = [self._found.names[session.updates.optimized[place]] for place in group["params"]]
+                group |= self._options_of([name for name in names if name in facts.options], group)
         last = max(facts.num_updates.values(), default=0)
         updates = {
             stage: facts.num_updates.get(f"{stage}{self._mark}", facts.num_updates.get(stage, last))
@@ -352,6 +352,21 @@ class Wanted:
         )
         if session.exchange is not None:
             session.exchange.restart()
+
+    def _options_of(self, names: Sequence[str], group: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of the checkpoint for a group of these parameters: those of the first one."""
+        if not names:
+            return {}
+        every = self._facts.options
+        other = next((name for name in names if every[name] != every[names[0]]), None)
+        if other is not None:
+            warnings.warn(
+                f"{names[0]} and {other} have different options of the optimizer in the checkpoint, and are in one group "
+                f"now; the group continues with those of {names[0]}. Make the same groups under all plans, from "
+                "model.parameters().",
+                stacklevel=2,
+            )
+        return {key: _like(group[key], value) for key, value in every[names[0]].items() if key in group}
 
     def _named(self, name: str) -> str:
         """The name of a tensor of this process's replica, if the checkpoint has one for it."""
