@@ -336,7 +336,7 @@ class Wanted:
             optimizer["state"] = {place: states for place, states in self._states.items() if states}
             for group in optimizer["param_groups"]:
                 names = [self._found.names[session.updates.optimized[place]] for place in group["params"]]
-                group |= self._options_of([name for name in names if name in facts.options], group)
+                group.update(self._options_of([name for name in names if name in facts.options], group))
         last = max(facts.num_updates.values(), default=0)
         updates = {
             stage: facts.num_updates.get(f"{stage}{self._mark}", facts.num_updates.get(stage, last))
@@ -361,8 +361,8 @@ class Wanted:
         other = next((name for name in names if every[name] != every[names[0]]), None)
         if other is not None:
             warnings.warn(
-                f"{names[0]} and {other} have different options of the optimizer in the checkpoint, and are in one group "
-                f"now; the group continues with those of {names[0]}. Make the same groups under all plans, from "
+                f"{names[0]} and {other} have different options of the optimizer in the checkpoint, and are in one "
+                f"group now; the group continues with those of {names[0]}. Make the same groups under all plans, from "
                 "model.parameters().",
                 stacklevel=2,
             )
