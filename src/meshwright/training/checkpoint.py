@@ -60,7 +60,7 @@ from meshwright.spec import (
     write_document,
 )
 from meshwright.spec.made_with import UNKNOWN
-from meshwright.training.sharded_state import Box, Facts, Part, Wanted, take_apart
+from meshwright.training.sharded_state import Box, Facts, Part, TensorParts, Wanted, take_apart
 
 _NAME = re.compile(r"step-(\d{8,})")
 _MANIFEST = "manifest.json"
@@ -199,7 +199,7 @@ class Checkpoints:
         self._store = PrefixStore(
             f"meshwright/checkpoints/{next(_NUMBERS)}", dist.distributed_c10d._get_default_store()
         )
-        self._numbers = itertools.count()
+        self._numbers, self._parts = itertools.count(), TensorParts(session)
         # What each process writes depends only on what all hold.
         self._held: list[list[tuple[str, Box]]] = []
         self._own: set[tuple[str, Box]] = set()
@@ -223,7 +223,7 @@ class Checkpoints:
         try:
             _refuse_others(folder, num_steps)
             beside.mkdir(parents=True, exist_ok=True)
-            parts, facts = take_apart(self._session)
+            parts, facts = take_apart(self._session, self._parts)
         except OSError as problem:
             error = _cannot_write(folder, problem)
         except RunError as problem:

@@ -134,28 +134,47 @@ class TensorParts:
         self._buffers = {tensors[i].name: i for stage in session.stages for i in stage.buffers}
         exchange = session.exchange
         self._starts = exchange.starts if isinstance(exchange, ShardedBuckets) else {}
+        # By tensor: its boxes, each with its box in the process's tensor; and the same for ranges of elements.
+        self._boxes: dict[int, list[tuple[Box, Box]]] = {}
+        self._ranges: dict[int, list[tuple[Box, Box, slice, tuple[int, ...]]]] = {}
 
     def of_parameter(self, tensor: int, value: torch.Tensor, name: str) -> list[Part]:
         """Return the parts of a parameter, or of a tensor that is sharded as it is, which this process has.
 
         ``value``: the process's whole tensor, shard or DTensor. ``name``: that of the parts.
         """
-        return self._parts(name, tensor, own_part(value.detach()), self._rows(tensor), self._indices(tensor))
+        local = own_part(value.detach())
+        local = local if local.ndim else local.reshape(1)
+        if not local.numel():
+            return []
+        if tensor not in self._boxes:
+            begin = self._rows(tensor) or (0,) * local.ndim
+            self._boxes[tensor] = [
+                (whole, _inside(near, begin))
+                for whole, near in spread(Box(begin, tuple(local.shape)), self._indices(tensor))
+            ]
+        shape = _shape(self._session, tensor)
+        return [Part(name, shape, whole, _view(local, within)) for whole, within in self._boxes[tensor]]
 
     def of_updated(self, tensor: int, value: torch.Tensor, name: str) -> list[Part]:
         """Return the parts of a tensor of the optimizer; under ZeRO 1 it is a range of the parameter's elements."""
         if tensor not in self._starts:
             return self.of_parameter(tensor, value, name)
-        indices, start = self._indices(tensor), self._starts[tensor]
-        found, place, flat = [], 0, own_part(value.detach()).reshape(-1)
-        for box in cut_range([len(index) for index in indices], start, start + len(flat)):
+        flat, shape = own_part(value.detach()).reshape(-1), _shape(self._session, tensor)
+        if tensor not in self._ranges:
+            self._ranges[tensor] = list(self._boxes_of_range(tensor, len(flat)))
+        return [
+            Part(name, shape, whole, _view(flat[place].view(sizes), within))
+            for whole, within, place, sizes in self._ranges[tensor]
+        ]
+
+    def _boxes_of_range(self, tensor: int, length: int) -> Iterator[tuple[Box, Box, slice, tuple[int, ...]]]:
+        indices, start, place = self._indices(tensor), self._starts[tensor], 0
+        for box in cut_range([len(index) for index in indices], start, start + length):
             count = math.prod(box.sizes)
-            piece = flat[place : place + count].view(box.sizes)
+            for whole, near in spread(box, indices):
+                yield whole, _inside(near, box.offsets), slice(place, place + count), box.sizes
             place += count
-            for whole, inside in spread(box, indices):
-                within = Box(tuple(i - o for i, o in zip(inside.offsets, box.offsets, strict=True)), inside.sizes)
-                found.append(Part(name, _shape(self._session, tensor), whole, _view(piece, within)))
-        return found
 
     def of_buffer(self, name: str, value: torch.Tensor) -> list[Part]:
         """Return the parts of a buffer."""
@@ -185,24 +204,10 @@ class TensorParts:
             return None
         return tuple(compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)[1])
 
-    def _parts(
-        self,
-        name: str,
-        tensor: int,
-        value: torch.Tensor,
-        offsets: tuple[int, ...] | None,
-        indices: Sequence[torch.Tensor],
-    ) -> list[Part]:
-        local = value if value.ndim else value.reshape(1)
-        begin = offsets or (0,) * local.ndim
-        if not local.numel():
-            return []
-        shape = _shape(self._session, tensor)
-        found = []
-        for whole, inside in spread(Box(begin, tuple(local.shape)), indices):
-            within = Box(tuple(i - o for i, o in zip(inside.offsets, begin, strict=True)), inside.sizes)
-            found.append(Part(name, shape, whole, _view(local, within)))
-        return found
+
+def _inside(box: Box, origin: Sequence[int]) -> Box:
+    """A box, relative to an offset."""
+    return Box(tuple(offset - begin for offset, begin in zip(box.offsets, origin, strict=True)), box.sizes)
 
 
 def whole_part(name: str, value: torch.Tensor) -> list[Part]:
@@ -222,9 +227,12 @@ def _view(value: torch.Tensor, box: Box) -> torch.Tensor:
     return value[tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))]
 
 
-def take_apart(session: Session) -> tuple[list[Part], Facts]:
-    """Return the state of this process as parts and facts. The parts are views: copy them before the next step."""
-    parts, facts, found = [], Facts(), TensorParts(session)
+def take_apart(session: Session, found: TensorParts) -> tuple[list[Part], Facts]:
+    """Return the state of this process as parts and facts. The parts are views: copy them before the next step.
+
+    ``found`` is of the session; it is quicker the next time.
+    """
+    parts, facts = [], Facts()
     mark = _mark(session)
     for i, parameter in session.parameters.items():
         parts += found.of_parameter(i, parameter, f"model.{found.names[i]}")
