@@ -1,6 +1,5 @@
 """A checkpoint of any plan goes on under any other; boxes of tensors; files that torch reads; folders that are full."""
 
-import itertools
 import math
 
 import pytest
@@ -96,7 +95,3 @@ def test_spread_boxes_are_the_elements_of_the_local_tensor(shape, data):
         places = [tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)) for box in (far, near)]
         made[places[1]] = whole[places[0]]
     assert torch.equal(made, local)
-
-
-def test_pairs_are_all():
-    assert len(PAIRS) == len(list(itertools.permutations(CASES, 2))) >= 20

@@ -92,7 +92,7 @@ def check_options(given: Sequence[str]) -> None:
         raise typer.BadParameter("--scenario changes an emulated cluster: give --emulate CLUSTER, too.")
     needing = [name for name in given if name == "--resume" or name.startswith("--checkpoint-")]
     if "--checkpoint" not in given and needing:
-        raise typer.BadParameter(f"{' and '.join(needing)} needs a folder: give --checkpoint FOLDER, too.")
+        raise typer.BadParameter(f"Checkpoints need a folder: give --checkpoint FOLDER beside {' and '.join(needing)}.")
 
 
 def print_dry_run(job: Job, process: int, as_json: bool) -> None:

@@ -30,7 +30,7 @@ from meshwright.runtime.offload import check_folder, check_host, choose_folder
 from meshwright.runtime.opening import open_session
 from meshwright.runtime.optimizer_steps import REPAIRS, Repair, RepairKind, check_repair, with_clipping
 from meshwright.runtime.overhead import measure_overhead
-from meshwright.runtime.position import EVERY_POSITION, Phase, Position
+from meshwright.runtime.position import Phase, Position, count_progress
 from meshwright.runtime.precisions import autocast_type, check_precision
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
@@ -40,7 +40,6 @@ from meshwright.runtime.stage_steps import OptimizerArgument
 
 __all__ = [
     "COMMUNICATION_TIMEOUT",
-    "EVERY_POSITION",
     "REPAIRS",
     "Compilation",
     "Executor",
@@ -64,6 +63,7 @@ __all__ = [
     "check_runnable",
     "choose_device",
     "choose_folder",
+    "count_progress",
     "gather_timeline",
     "is_batched",
     "issue_order",

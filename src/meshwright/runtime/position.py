@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from enum import Enum
-from weakref import WeakSet
+from weakref import ref
 
 from meshwright.runtime.rank_program import Computed, HostItem, IssuedInstruction, RankProgram, SectionName
 from meshwright.spec import instruction_name
@@ -27,7 +27,12 @@ class Phase(Enum):
 
 
 # Those of this process, which may have several trainers.
-EVERY_POSITION: WeakSet[Position] = WeakSet()
+_EVERY: list[ref[Position]] = []
+
+
+def count_progress() -> int:
+    """Return a number that changes with every instruction and phase of this process; any thread may call it."""
+    return sum(item.count for known in list(_EVERY) if (item := known()) is not None)
 
 
 class Position:
@@ -41,7 +46,7 @@ class Position:
 
     def __init__(self) -> None:
         self.phase, self.call, self.step = Phase.START, "", 0
-        EVERY_POSITION.add(self)
+        _EVERY.append(ref(self, _EVERY.remove))
         self.count, self.slowest_s, self.waited_s, self.computed_s = 0, 0.0, 0.0, 0.0
         self._waited_before_s = 0.0
         self.entered_s, self.has_stepped = time.monotonic(), False

@@ -181,7 +181,7 @@ def _size_of(state: Mapping[str, torch.Tensor]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class KeepRule:
     """The checkpoints to keep: the newest ``newest``, and those of a multiple of ``every`` steps (0: no others)."""
 
     newest: int = 2
@@ -200,15 +200,15 @@ class Checkpoints:
             f"meshwright/checkpoints/{next(_NUMBERS)}", dist.distributed_c10d._get_default_store()
         )
         self._numbers, self._parts = itertools.count(), TensorParts(session)
-        # What each process writes depends only on what all hold.
-        self._held: list[list[tuple[str, Box]]] = []
+        # The boxes that this process holds, and those of them that it writes: that depends on what all hold.
+        self._held: list[tuple[str, Box]] = []
         self._own: set[tuple[str, Box]] = set()
         self._copies: dict[tuple[str, Box], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._num_processes, self._rank = dist.get_world_size(), session.rank
         self._error, self.write_s = "", 0.0
 
-    def save(self, folder: Path, num_steps: int, keep: Rule) -> Path:
+    def save(self, folder: Path, num_steps: int, keep: KeepRule) -> Path:
         """Copy the state, and start to write it as the checkpoint after ``num_steps`` steps; return its folder.
 
         Waits for the checkpoint before. No work may be in progress (`Session.finish`). Raises RunError on all processes
@@ -256,19 +256,16 @@ class Checkpoints:
     def _raise_first(self, error: str, parts: Sequence[Part], beside: Path) -> None:
         """Tell all processes about an error, and which boxes this one holds; then choose those that it writes."""
         held = [(part.name, part.box) for part in parts]
-        rank = self._session.rank
-        is_known = bool(self._held) and held == self._held[rank]
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (error, is_known))
+        told: list[Any] = [None] * self._num_processes
+        dist.all_gather_object(told, (error, held == self._held))
         if errors := [found for found, _ in told if found]:
             if self._rank == 0:
                 shutil.rmtree(beside, ignore_errors=True)
             raise RunError(errors[0])
         if not all(known for _, known in told):
-            self._held = [[] for _ in told]
-            dist.all_gather_object(self._held, held)
-            self._own = _share_work(self._held)[rank]
-            self._copies = {}
+            every: list[Any] = [None] * self._num_processes
+            dist.all_gather_object(every, held)
+            self._held, self._own, self._copies = held, _share_work(every)[self._rank], {}
 
     def _copy(self, parts: Sequence[Part]) -> list[Part]:
         """The parts in host memory, which is used again by the next checkpoint."""
@@ -293,7 +290,7 @@ class Checkpoints:
         parts: Sequence[Part],
         facts: Facts,
         num_steps: int,
-        keep: Rule,
+        keep: KeepRule,
     ) -> None:
         """Write this process's files; on process 0 also wait for the others, and complete the checkpoint."""
         sums, error, start = {}, "", time.monotonic()
@@ -467,13 +464,14 @@ def _load(session: Session, path: Path, run_seed: int, settings: Mapping[str, st
     error = ""
     try:
         state = Wanted(session, kept, reader.facts, "cpu" if on_host else session.device)
+        planner = _Planner(state.parts)
+        plan = planner.plan(metadata)
     except RunError as problem:
         error = f"{path}: {problem}"
     if errors := [found for found in _gather(error) if found]:
         raise RunError(errors[0])
-    planner = _Planner(state.parts)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(planner.plan(metadata), planner)
+    reader.read_data(plan, planner)
     state.put_together()
     return manifest.num_steps
 
@@ -556,7 +554,7 @@ def _steps_of(path: Path) -> int:
     return int(path.name.partition("-")[2])
 
 
-def _drop_old(folder: Path, keep: Rule) -> None:
+def _drop_old(folder: Path, keep: KeepRule) -> None:
     """Remove interrupted checkpoints, and those that the rule does not keep."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)

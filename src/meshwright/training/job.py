@@ -59,7 +59,7 @@ class Job:
     ``clip_norm``: the norm to which gradients are clipped. ``checkpoint``: the folder of checkpoints, written every
     ``checkpoint_every`` steps (0: only at the end), or with ``checkpoint_auto`` as often as pays if a failure comes
     every ``mttf_s`` seconds (`saving`); ``checkpoint_keep`` and ``checkpoint_keep_every``: those to keep
-    (`checkpoint.Rule`); with ``resume`` the run continues from the newest one. ``device``: by default that of the
+    (`checkpoint.KeepRule`); with ``resume`` the run continues from the newest one. ``device``: by default that of the
     plan's cluster. ``compiled``: whether layers are compiled; by default as planned.
     ``offload_folder``: the folder for optimizer states on drives. ``allow_nan``: train on if a loss is not finite.
     ``restarts``: how often the ranks are started again from the newest checkpoint after one died or hung.

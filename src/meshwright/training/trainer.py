@@ -57,7 +57,7 @@ from meshwright.spec import (
     check_fit,
 )
 from meshwright.spec.plan_files import read_plan, with_compiled
-from meshwright.training.checkpoint import Checkpoints, Rule, agree, gather_state, load_checkpoint, save_state
+from meshwright.training.checkpoint import Checkpoints, KeepRule, agree, gather_state, load_checkpoint, save_state
 from meshwright.training.feed import (
     Feed,
     MicrobatchQueue,
@@ -526,7 +526,7 @@ class Trainer:
             self.finish()
             if self._checkpoints is None:
                 self._checkpoints = Checkpoints(self._session, self._run_seed, self._settings)
-            path = self._checkpoints.save(Path(folder), self._steps, Rule(newest=keep, every=keep_every))
+            path = self._checkpoints.save(Path(folder), self._steps, KeepRule(newest=keep, every=keep_every))
             if not in_background:
                 self._checkpoints.wait()
             return path

@@ -6,7 +6,7 @@ that waits reads what the others do, and reports those that
 
     do not answer     a signal stopped the process, its host is gone, or it holds Python's lock
     left the loop     they call `save` or have ended, but this rank is in a later step
-    wait, all of them a link between them is cut
+    wait as all do    a link between them is cut
 
 One rank reports and ends the run. It adds the instruction where each of the others waits, and the stack of the rank
 that hangs: a signal has that process write it (Linux), and continues a stopped process for it. A rank that becomes
@@ -37,7 +37,7 @@ import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from meshwright.runtime import COMMUNICATION_TIMEOUT, EVERY_POSITION, Phase, Position
+from meshwright.runtime import COMMUNICATION_TIMEOUT, Phase, Position, count_progress
 from meshwright.spec import RunError, format_seconds
 
 LEAST_LIMIT_S = 30.0
@@ -241,7 +241,7 @@ class Watch:
         self._clock_s += min(now_s - self._last_s, 2 * self._beat_s)
         self._last_s = now_s
         # A process may have several trainers, of which one is idle.
-        count = sum(item.count for item in EVERY_POSITION)
+        count = count_progress()
         if count != self._count:
             self._count, self._since_s, self._since_used_s = count, self._clock_s, time.process_time()
         self._beats += 1
